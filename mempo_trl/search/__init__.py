@@ -1,0 +1,21 @@
+"""Search backends, and the tool that offers one to the model."""
+
+from typing import TYPE_CHECKING, Any
+
+from mempo_trl.search.corpus import Document, SearchResult, read_corpus
+from mempo_trl.search.tool import make_search_tool
+
+
+if TYPE_CHECKING:
+    from mempo_trl.search.bm25 import BM25Index
+
+__all__ = ["BM25Index", "Document", "SearchResult", "make_search_tool", "read_corpus"]
+
+
+def __getattr__(name: str) -> Any:
+    # Only BM25 needs tantivy: a trainer that asks a search server does without.
+    if name == "BM25Index":
+        from mempo_trl.search.bm25 import BM25Index
+
+        return BM25Index
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,343 @@
+import gzip
+import json
+import math
+import random
+import stat
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mempo_trl.search import BM25Index, Document, SearchResult
+from mempo_trl.search.bm25 import MAX_QUERY_TERMS
+
+
+DOCUMENTS = [
+    Document("bigelow", '"Kathryn Bigelow"\nAn American film director, born in San Carlos.'),
+    Document("locker", '"The Hurt Locker"\nA 2008 film about a bomb squad, directed by Kathryn Bigelow.'),
+    Document("zola", '"Émile Zola"\nA French novelist.'),
+    Document("tokyo", '"東京"\n日本の首都。トヨタの本社はない。'),
+    Document("beijing", '"北京"\n中华人民共和国的首都'),
+    Document("bangkok", '"กรุงเทพมหานคร"\nเมืองหลวง'),
+    Document("seoul", '"서울"\n대한민국의 수도'),
+    Document("page", "Hurt_Locker_(film) AND OR NOT title:x http://example.org/a_b?c=d"),
+    Document("long", "protein " + "methionyl" * 30),
+]
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory):
+    return BM25Index.build(DOCUMENTS, tmp_path_factory.mktemp("bm25") / "index")
+
+
+def ids(index, query, k=3):
+    (results,) = index.search([query], k)
+    return [result.id for result in results]
+
+
+class TestSearch:
+    @pytest.mark.parametrize(
+        ("query", "best"),
+        [
+            ("Kathryn Bigelow birthplace", "bigelow"),
+            ("kathryn_bigelow born", "bigelow"),
+            ("who directed THE HURT LOCKER?", "locker"),
+            ("emile zola", "zola"),
+            ("ÉMILE ZOLA", "zola"),
+            ("E\u0301mile", "zola"),
+            ("ｆｒｅｎｃｈ", "zola"),
+            ("東京の首都", "tokyo"),
+            ("ﾄﾖﾀ本社", "tokyo"),
+            ("北京", "beijing"),
+            ("กรุงเทพ", "bangkok"),
+            ("서울", "seoul"),
+            ("methionyl" * 30, "long"),
+        ],
+    )
+    def test_finds(self, index, query, best):
+        assert ids(index, query)[0] == best
+
+    def test_result(self, index):
+        (results,) = index.search(["zola"])
+        (result,) = results
+        assert isinstance(result, SearchResult)
+        assert (result.id, result.title, result.text) == ("zola", "Émile Zola", "A French novelist.")
+        assert result.contents == DOCUMENTS[2].contents
+        assert isinstance(result.score, float)
+        assert result.score > 0
+
+    def test_many_queries(self, index):
+        queries = ["zola", "", "bigelow", "zola", "nothing of the kind xyzzy"]
+        results = index.search(queries, k=2)
+        assert results == [index.search([query], k=2)[0] for query in queries]
+        assert results[1] == []
+        assert results[0] is not results[3]
+        assert index.search([]) == []
+
+    @pytest.mark.parametrize(
+        "query", ["", " \n", "!?…", "。、「」", "_", "🎉", "\x00", "\ud800", '"" () [] {} ^ ~ * : + -']
+    )
+    def test_no_term(self, index, query):
+        assert index.search([query]) == [[]]
+
+    @pytest.mark.parametrize(
+        "query",
+        [
+            '"zola',
+            "zola AND bigelowx",
+            "NOT zola",
+            "-zola",
+            "+zola +missing",
+            "text:zola",
+            "id:zola",
+            "zola^2",
+            "zola~1",
+            "(zola",
+            "zola]",
+            "[a TO zola}",
+            "/zola/",
+            "zola\\",
+            "zola\x00",
+            "\ud800zola\udfff",
+            "zola " + "x" * 10_000,
+            "zola " + "x" * 100_000,
+            "zola " + " ".join(f"w{i}" for i in range(10_000)),
+        ],
+    )
+    def test_a_query_is_text(self, index, query):
+        assert "zola" in ids(index, query)
+
+    def test_no_wildcards(self, index):
+        assert ids(index, "zol*") == ids(index, "z?la") == ids(index, "/z.la/") == []
+
+    @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+    @given(st.text(st.characters(exclude_categories=()) | st.sampled_from('":()[]{}^~*+-\\/ANDORT ')))
+    def test_any_text(self, index, query):
+        assert len(index.search([query], k=2)[0]) <= 2
+
+    def test_only_the_first_distinct_terms_count(self, index):
+        filler = [f"w{i}" for i in range(MAX_QUERY_TERMS)]
+        assert ids(index, " ".join([*filler[1:], *filler[1:], "zola"])) == ["zola"]
+        assert ids(index, " ".join([*filler, "zola"])) == []
+
+    def test_a_repeated_term_counts_once(self, index):
+        assert index.search(["zola zola bigelow"]) == index.search(["zola bigelow"])
+
+    @pytest.mark.parametrize("k", [1, 2, 9, 10**12])
+    def test_k(self, index, k):
+        assert len(index.search(["a film in the 首都"], k)[0]) == min(k, 6)
+
+    @pytest.mark.parametrize("k", [0, -1, 1.5, None])
+    def test_wrong_k(self, index, k):
+        with pytest.raises(ValueError, match="k must be a whole number of at least 1"):
+            index.search(["zola"], k)
+
+    @pytest.mark.parametrize("queries", [[3], [None], ["zola", ["zola"]]])
+    def test_wrong_query(self, index, queries):
+        with pytest.raises(TypeError, match="Every query must be a string"):
+            index.search(queries)
+
+    def test_single_string(self, index):
+        with pytest.raises(TypeError, match="got the single string 'zola'"):
+            index.search("zola")
+
+
+class TestRanking:
+    """Against an exhaustive BM25. Documents stay under 40 tokens, where the index knows lengths exactly."""
+
+    @staticmethod
+    def exhaustive_bm25(documents, query, k1=1.2, b=0.75):
+        mean_length = sum(map(len, documents)) / len(documents)
+        frequency = Counter(term for document in documents for term in set(document))
+        scores = []
+        for document in documents:
+            counts, score = Counter(document), 0.0
+            for term in set(query) & set(document):
+                idf = math.log(1 + (len(documents) - frequency[term] + 0.5) / (frequency[term] + 0.5))
+                normaliser = k1 * (1 - b + b * len(document) / mean_length)
+                score += idf * counts[term] * (k1 + 1) / (counts[term] + normaliser)
+            scores.append(score)
+        return scores
+
+    def test_equals_exhaustive_bm25(self, tmp_path):
+        rng = random.Random(0)
+        words = [f"word{i}" for i in range(80)]
+        weights = [1 / (i + 1) for i in range(80)]
+        documents = [rng.choices(words, weights, k=rng.randint(1, 39)) for _ in range(300)]
+        index = BM25Index.build(
+            [{"id": i, "contents": " ".join(d)} for i, d in enumerate(documents)], tmp_path / "index"
+        )
+        queries = [rng.choices([*words, "unknown"], k=rng.randint(1, 8)) for _ in range(100)]
+        for query, results in zip(queries, index.search([" ".join(q) for q in queries], k=10), strict=True):
+            scores = self.exhaustive_bm25(documents, query)
+            ranked = [i for i in sorted(range(300), key=lambda i: (-float(f"{scores[i]:.4g}"), i)) if scores[i] > 0][
+                :10
+            ]
+            found = [int(result.id) for result in results]
+            assert [result.score for result in results] == pytest.approx([scores[i] for i in found], rel=1e-5)
+            # The same scores at every rank; the documents may only differ where scores are that close.
+            assert [scores[i] for i in found] == pytest.approx([scores[i] for i in ranked], rel=1e-3)
+            assert len(found) == len(ranked) == len(set(found))
+
+    def test_ties_are_in_corpus_order(self, tmp_path):
+        rng = random.Random(0)
+        lengths = [rng.choice([3, 5]) for _ in range(5_000)]
+        corpus = [{"id": i, "contents": "same terms " + "x " * n} for i, n in enumerate(lengths)]
+        index = BM25Index.build(corpus, tmp_path / "index")
+        expected = sorted(range(5_000), key=lambda i: (lengths[i], i))
+        for k in (1, 3, 100, 5_000):
+            assert ids(index, "same terms", k) == [str(i) for i in expected[:k]]
+
+
+class TestBuild:
+    def test_from_a_file(self, tmp_path):
+        lines = "".join(json.dumps({"id": d.id, "contents": d.contents}) + "\n" for d in DOCUMENTS)
+        (tmp_path / "corpus.jsonl").write_text(lines)
+        (tmp_path / "corpus.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+        for name in ("corpus.jsonl", "corpus.jsonl.gz"):
+            index = BM25Index.build(str(tmp_path / name), str(tmp_path / "deep" / name))
+            assert len(index) == len(DOCUMENTS)
+            assert ids(index, "zola") == ["zola"]
+
+    def test_documents_come_back_unchanged(self, tmp_path):
+        contents = ['"ﬁ"\r\nＡ\x00\u2028 e\u0301 ', "lone \ud800 surrogate", "", "x" * 100_000]
+        index = BM25Index.build([Document(f"\ud800{i}", f"common {c}") for i, c in enumerate(contents)], tmp_path / "i")
+        found = {result.id: result.contents for result in index.search(["common"], k=9)[0]}
+        assert found == {f"\ud800{i}": f"common {c}" for i, c in enumerate(contents)}
+
+    def test_stem(self, tmp_path):
+        plain = BM25Index.build(DOCUMENTS, tmp_path / "plain")
+        stemmed = BM25Index.build(DOCUMENTS, tmp_path / "stemmed", stem=True)
+        assert ids(plain, "directing novelists") == []
+        assert set(ids(stemmed, "directing novelists")) == {"locker", "zola"}
+        assert ids(BM25Index.load(tmp_path / "stemmed"), "novelists") == ["zola"]
+
+    def test_refuses_to_replace(self, tmp_path):
+        path = tmp_path / "index"
+        BM25Index.build(DOCUMENTS, path)
+        with pytest.raises(FileExistsError, match=r"There already is a BM25 index at .*; pass overwrite=True"):
+            BM25Index.build(DOCUMENTS[:2], path)
+        assert len(BM25Index.load(path)) == len(DOCUMENTS)
+
+    @pytest.mark.parametrize("overwrite", [False, True])
+    def test_never_replaces_what_is_not_an_index(self, tmp_path, overwrite):
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "folder" / "thesis.tex").write_text("precious")
+        for path in (tmp_path / "folder", tmp_path / "folder" / "thesis.tex"):
+            with pytest.raises(FileExistsError, match=r"exists and is not a BM25 index; choose another path"):
+                BM25Index.build(DOCUMENTS, path, overwrite=overwrite)
+        assert (tmp_path / "folder" / "thesis.tex").read_text() == "precious"
+
+    def test_overwrite_leaves_open_indexes_alone(self, tmp_path):
+        path = tmp_path / "index"
+        old = BM25Index.build(DOCUMENTS, path)
+        new = BM25Index.build(DOCUMENTS[:2], path, overwrite=True)
+        assert len(new) == 2
+        assert ids(new, "zola") == []
+        assert ids(old, "zola") == ["zola"]
+        assert [entry.name for entry in tmp_path.iterdir()] == ["index"]
+
+    def test_into_an_empty_folder(self, tmp_path):
+        (tmp_path / "index").mkdir()
+        assert len(BM25Index.build(DOCUMENTS, tmp_path / "index")) == len(DOCUMENTS)
+
+    def test_into_what_a_link_points_to(self, tmp_path):
+        (tmp_path / "disk").mkdir()
+        (tmp_path / "index").symlink_to(tmp_path / "disk")
+        BM25Index.build(DOCUMENTS, tmp_path / "index")
+        assert (tmp_path / "index").is_symlink()
+        assert len(BM25Index.load(tmp_path / "disk")) == len(DOCUMENTS)
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+    @pytest.mark.parametrize("existing", [False, True])
+    def test_an_interrupted_build_leaves_no_trace(self, tmp_path, error, existing):
+        def corpus():
+            yield from DOCUMENTS
+            raise error
+
+        if existing:
+            BM25Index.build(DOCUMENTS, tmp_path / "index")
+        with pytest.raises(error):
+            BM25Index.build(corpus(), tmp_path / "index", overwrite=True)
+        assert [entry.name for entry in tmp_path.iterdir()] == ["index"] * existing
+        if existing:
+            assert ids(BM25Index.load(tmp_path / "index"), "zola") == ["zola"]
+
+    @pytest.mark.parametrize(
+        ("corpus", "reason"),
+        [
+            ([], "The corpus holds no documents"),
+            ([*DOCUMENTS, {"id": 1}], 'Document 10 of the corpus: .* "contents" is missing'),
+            (["text"], "Document 1 of the corpus: .* got a str"),
+        ],
+    )
+    def test_bad_corpus_leaves_the_previous_index(self, tmp_path, corpus, reason):
+        BM25Index.build(DOCUMENTS, tmp_path / "index")
+        with pytest.raises(ValueError, match=reason):
+            BM25Index.build(corpus, tmp_path / "index", overwrite=True)
+        assert len(BM25Index.load(tmp_path / "index")) == len(DOCUMENTS)
+        assert [entry.name for entry in tmp_path.iterdir()] == ["index"]
+
+    def test_bad_line(self, tmp_path):
+        (tmp_path / "corpus.jsonl").write_text('{"id": 1, "contents": "a"}\n{"id": 2}\n')
+        with pytest.raises(ValueError, match=r"corpus\.jsonl, line 2: "):
+            BM25Index.build(tmp_path / "corpus.jsonl", tmp_path / "index")
+        assert not (tmp_path / "index").exists()
+
+    def test_missing_corpus(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match="There is no corpus file"):
+            BM25Index.build(tmp_path / "corpus.jsonl", tmp_path / "new" / "index")
+        assert not (tmp_path / "new").exists()
+
+    def test_others_may_read_it(self, tmp_path):
+        (tmp_path / "folder").mkdir()
+        BM25Index.build(DOCUMENTS, tmp_path / "index")
+        assert stat.S_IMODE((tmp_path / "index").stat().st_mode) == stat.S_IMODE((tmp_path / "folder").stat().st_mode)
+
+
+class TestLoad:
+    def test_same_results(self, index):
+        loaded = BM25Index.load(index.path)
+        assert len(loaded) == len(index) == len(DOCUMENTS)
+        assert loaded.search(["zola film"]) == index.search(["zola film"])
+
+    def test_missing(self, tmp_path):
+        for path in (tmp_path, tmp_path / "missing"):
+            with pytest.raises(
+                FileNotFoundError, match=r"There is no BM25 index at .*; make one with BM25Index\.build"
+            ):
+                BM25Index.load(path)
+
+    @pytest.mark.parametrize(
+        ("metadata", "reason"),
+        [
+            ("{", "is damaged"),
+            ("[]", "is damaged"),
+            ("{}", "is damaged"),
+            ('{"format": 1, "documents": 9}', "is damaged"),
+            ('{"format": 99, "documents": 9, "stem": false}', "has format 99, but this version .* reads format 1"),
+            ('{"format": 1, "documents": 8, "stem": false}', "should hold 8 documents, but holds 9"),
+        ],
+    )
+    def test_wrong_metadata(self, tmp_path, metadata, reason):
+        BM25Index.build(DOCUMENTS, tmp_path / "index")
+        (tmp_path / "index" / "mempo_bm25.json").write_text(metadata)
+        with pytest.raises(ValueError, match=reason):
+            BM25Index.load(tmp_path / "index")
+
+    @pytest.mark.parametrize("pattern", ["meta.json", "*.term", "*.store", "*.fast"])
+    @pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: file.write_bytes(b"x")])
+    def test_damaged(self, tmp_path, pattern, damage):
+        BM25Index.build(DOCUMENTS, tmp_path / "index")
+        for file in (tmp_path / "index").glob(pattern):
+            damage(file)
+        with pytest.raises(ValueError, match=r"cannot be opened .*; build it again"):
+            BM25Index.load(tmp_path / "index")
+
+
+def test_imports_neither_torch_nor_tantivy_before_use():
+    code = "import sys, mempo_trl.search; print([m for m in ('torch', 'tantivy', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
