@@ -1,0 +1,152 @@
+"""Configuration of `MemPOTrainer`."""
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from trl import GRPOConfig
+
+from .memory_reward import DEFAULT_ANSWER_PREAMBLE
+
+
+MemoryBaseline = Literal["context", "history", "previous_memory", "none"]
+MemoryFilter = Literal["none", "independent", "joint", "either"]
+MemoryScale = Literal["group", "turn", "batch", "none"]
+
+
+@dataclass
+class MemPOConfig(GRPOConfig):
+    # docstyle-ignore
+    r"""
+    Configuration class for the [`MemPOTrainer`].
+
+    This class includes only the parameters that are specific to MemPO training. For a full list of training arguments,
+    see [`~transformers.TrainingArguments`] and [`~trl.GRPOConfig`]. Two defaults differ from theirs:
+    `max_completion_length` and the meaning of `max_tool_calling_iterations`, see below.
+
+    Parameters:
+        > Parameters that control the rollout
+
+        context_turns (`int`, *optional*):
+            Number of earlier turns, with their observations, that a turn sees beside the prompt. `None` shows all of
+            them. Only `None` is supported in this version.
+        max_turns (`int`, *optional*, defaults to `16`):
+            Turns in a rollout. `max_tool_calling_iterations=n`, if set, allows at most `n + 1` turns.
+        max_turn_length (`int`, *optional*, defaults to `512`):
+            Tokens sampled in one turn.
+        max_observation_length (`int`, *optional*, defaults to `512`):
+            Tokens of observation text in one turn, all tool results together. Longer results are cut and end in a
+            visible mark.
+        max_completion_length (`int`, *optional*):
+            Tokens of all turns and observations of a rollout together. If not set,
+            `max_turns * (max_turn_length + max_observation_length)`.
+        tool_timeout (`float`, *optional*, defaults to `60.0`):
+            Seconds that a tool call may take, before it is interrupted and answered with an error. `None` waits for
+            ever.
+        max_malformed_turns (`int`, *optional*):
+            Turns in a row whose tool calls are all malformed, after which a rollout stops. `None` never stops for that.
+        system_prompt (`str`, *optional*):
+            System message of prompts made from a `question` column. `None` takes
+            `mempo_trl.protocol.DEFAULT_SYSTEM_PROMPT`, an empty string makes no system message. A `prompt` column is
+            used as it is.
+
+        > Parameters that control the memory reward
+
+        memory_coefficient (`float`, *optional*, defaults to `1.0`):
+            Weight of the memory advantage A_M beside the outcome advantage, on the tokens of a memory. `0.0` computes
+            no memory rewards at all: then the trainer is GRPO with MemPO's rollouts.
+        memory_baseline (`str`, *optional*, defaults to `"context"`):
+            What P(answer | memory) is compared with: `"context"`, what the policy saw before it wrote the memory;
+            `"history"`, everything before the turn (the same while `context_turns` is `None`); `"previous_memory"`, the
+            memory before, or the bare prompt before the first one; `"none"`, nothing.
+        memory_filter (`str`, *optional*, defaults to `"none"`):
+            Which tokens of the answer count. `"none"`: all (the paper). `"independent"`: on each side those with a
+            probability over the threshold (the reference implementation; a memory that makes no token probable then
+            scores 1). `"joint"`: those over it on both sides (a memory that lost the answer goes unpunished).
+            `"either"`: those over it on at least one side.
+        memory_filter_threshold (`float`, *optional*, defaults to `0.5`):
+            Threshold of the filter, a probability.
+        memory_scale (`str`, *optional*, defaults to `"group"`):
+            What memory rewards are standardised over: `"group"`, all memories of a question; `"turn"`, those of a
+            question in the same turn; `"batch"`, all; `"none"`, as `"group"` but only the mean is subtracted.
+        memory_std_floor (`float`, *optional*, defaults to `1e-6`):
+            Pools of memory rewards with a standard deviation below it get no memory advantage. Raise it (to about
+            `1e-3`) where probabilities are computed in bfloat16.
+        answer_preamble (`str`, *optional*):
+            Text before the answer, when its probability is computed.
+    """
+
+    max_completion_length: int | None = field(
+        default=None,
+        metadata={"help": "Tokens of all turns and observations of a rollout together."},
+    )
+
+    context_turns: int | None = field(
+        default=None,
+        metadata={"help": "Earlier turns that a turn sees beside the prompt; all of them if not set."},
+    )
+    max_turns: int = field(default=16, metadata={"help": "Turns in a rollout."})
+    max_turn_length: int = field(default=512, metadata={"help": "Tokens sampled in one turn."})
+    max_observation_length: int = field(
+        default=512, metadata={"help": "Tokens of observation text in one turn, all tool results together."}
+    )
+    tool_timeout: float | None = field(
+        default=60.0, metadata={"help": "Seconds that a tool call may take; not set: no limit."}
+    )
+    max_malformed_turns: int | None = field(
+        default=None,
+        metadata={"help": "Turns in a row with malformed tool calls alone, after which a rollout stops."},
+    )
+    system_prompt: str | None = field(
+        default=None, metadata={"help": "System message of prompts made from a `question` column."}
+    )
+
+    memory_coefficient: float = field(default=1.0, metadata={"help": "Weight of the memory advantage."})
+    memory_baseline: str = field(
+        default="context",
+        metadata={"help": "What a memory is compared with.", "choices": list(get_args(MemoryBaseline))},
+    )
+    memory_filter: str = field(
+        default="none",
+        metadata={"help": "Which tokens of the answer count.", "choices": list(get_args(MemoryFilter))},
+    )
+    memory_filter_threshold: float = field(default=0.5, metadata={"help": "Threshold of the filter, a probability."})
+    memory_scale: str = field(
+        default="group",
+        metadata={"help": "What memory rewards are standardised over.", "choices": list(get_args(MemoryScale))},
+    )
+    memory_std_floor: float = field(
+        default=1e-6, metadata={"help": "Standard deviation under which a pool gets no memory advantage."}
+    )
+    answer_preamble: str = field(
+        default=DEFAULT_ANSWER_PREAMBLE,
+        metadata={"help": "Text before the answer, when its probability is computed."},
+    )
+
+    def __post_init__(self):
+        if self.context_turns is not None:
+            raise ValueError(
+                f"`context_turns={self.context_turns}` is not supported in this version: leave it at None, which shows "
+                "every turn the whole history."
+            )
+        for name in ("max_turns", "max_turn_length", "max_observation_length"):
+            _check(self, name, getattr(self, name) >= 1, "at least 1")
+        for name in ("max_completion_length", "max_malformed_turns"):
+            _check(self, name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1, or None")
+        _check(self, "tool_timeout", self.tool_timeout is None or self.tool_timeout > 0, "more than 0 seconds, or None")
+        _check(self, "memory_coefficient", 0 <= self.memory_coefficient < float("inf"), "0 or more, and finite")
+        _check(self, "memory_filter_threshold", 0 <= self.memory_filter_threshold < 1, "a probability, 0 <= p < 1")
+        _check(self, "memory_std_floor", self.memory_std_floor > 0, "more than 0")
+        for name, choices in (
+            ("memory_baseline", get_args(MemoryBaseline)),
+            ("memory_filter", get_args(MemoryFilter)),
+            ("memory_scale", get_args(MemoryScale)),
+        ):
+            _check(self, name, getattr(self, name) in choices, f"one of {', '.join(map(repr, choices))}")
+        if self.max_completion_length is None:
+            self.max_completion_length = self.max_turns * (self.max_turn_length + self.max_observation_length)
+        super().__post_init__()
+
+
+def _check(config: MemPOConfig, name: str, holds: bool, wanted: str) -> None:
+    if not holds:
+        raise ValueError(f"`{name}={getattr(config, name)!r}` is not allowed: it must be {wanted}.")

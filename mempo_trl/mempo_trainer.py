@@ -1,0 +1,494 @@
+"""`MemPOTrainer`: GRPO with multi-turn rollouts and a memory-level advantage."""
+
+import dataclasses
+import logging
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from trl import GRPOTrainer
+from trl.chat_template_utils import add_response_schema, parse_response
+from trl.data_utils import is_conversational
+from trl.trainer.utils import get_config_model_id
+
+from .advantages import memory_advantages, token_advantages
+from .chat_templates import ObservationRenderer
+from .data.columns import check_answers, prepare_dataset
+from .memory_reward import MemoryBranches, build_answer_target, memory_branches, memory_rewards, score_memories
+from .mempo_config import MemPOConfig
+from .protocol import MEMORY_TAGS, TAG, ToolCall
+from .rewards import outcome_reward
+from .rollout import STOP_REASONS, AgentLoop, Trajectory
+from .scoring import continuation_logps, evaluation_mode
+from .tools import ToolRunner
+
+
+logger = logging.getLogger(__name__)
+
+# A template that passes TRL's inspection with any tokenizer, see `_uninspected_template`.
+_PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ message.role + ': ' + message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.name + ' ' + call.function.arguments | tojson }}"
+    "{% endfor %}{{ eos_token }}{% endfor %}"
+)
+
+
+class MemPOTrainer(GRPOTrainer):
+    """
+    Trainer for Self-Memory Policy Optimization (MemPO), introduced in [MemPO: Self-Memory Policy Optimization for
+    Long-Horizon Agents](https://huggingface.co/papers/2603.00680).
+
+    The policy answers questions over several turns with tools, and opens every turn after the first with a memory,
+    `<mem>…</mem>`. Beside GRPO's outcome advantage, the tokens of each memory get an advantage of their own: how much
+    more probable the right answer is given the question and this memory alone than given a baseline.
+
+    Example:
+
+    ```python
+    >>> from datasets import Dataset
+    >>> from mempo_trl import MemPOConfig, MemPOTrainer
+    >>> from mempo_trl.search import BM25Index, make_search_tool
+
+    >>> trainer = MemPOTrainer(
+    ...     model="Qwen/Qwen2.5-7B-Instruct",
+    ...     args=MemPOConfig(output_dir="outputs", num_generations=16, per_device_train_batch_size=16),
+    ...     train_dataset=Dataset.from_dict({"question": ["Who wrote Dune?"], "answers": [["Frank Herbert"]]}),
+    ...     tools=[make_search_tool(BM25Index.load("index"), k=3)],
+    ... )
+    >>> trainer.train()
+    ```
+
+    Args:
+        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Model to be trained, as in [`~trl.GRPOTrainer`]. Text only.
+        reward_funcs (`RewardFunc | list[RewardFunc]`, *optional*):
+            Outcome rewards, as in [`~trl.GRPOTrainer`]. If not given, and the environment does not bring its own,
+            [`mempo_trl.rewards.outcome_reward`]: 1 if the answer matches exactly and the format is right, else 0.
+        args ([`MemPOConfig`], *optional*):
+            Configuration.
+        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            Rows with `prompt` (a conversation) or `question` (a string, from which the prompt is made), and `answers`:
+            `list[str]`, the accepted answers of one objective, or `list[list[str]]`, those of several. Every column
+            reaches the reward functions. `answers` may be missing if nothing uses it, that is with
+            `memory_coefficient=0` and rewards of your own.
+        eval_dataset:
+            As in [`~trl.GRPOTrainer`], with the same columns.
+        processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*):
+            The tokenizer. Chat templates without tools work as well: then the tools are described in the system
+            message, and observations are user messages.
+        tools, environment_factory:
+            As in [`~trl.GRPOTrainer`]. A tool may carry `.batch(list_of_arguments) -> list_of_results`, which answers
+            the calls of all rollouts at once.
+        rollout_func:
+            Not supported: the agent loop is the rollout.
+        reward_processing_classes, callbacks, optimizers, quantization_config, peft_config:
+            As in [`~trl.GRPOTrainer`].
+
+    Raises:
+        ValueError, TypeError: for arguments and data that cannot be trained on, before anything is generated.
+    """
+
+    _tag_names = ["trl", "mempo"]  # noqa: RUF012, as in TRL
+    _name = "MemPO"
+    _paper = {  # noqa: RUF012
+        "title": "MemPO: Self-Memory Policy Optimization for Long-Horizon Agents",
+        "id": "2603.00680",
+        # docstyle-ignore
+        "citation": textwrap.dedent("""\
+            @article{mempo2026,
+                title        = {{MemPO: Self-Memory Policy Optimization for Long-Horizon Agents}},
+                year         = 2026,
+                eprint       = {arXiv:2603.00680},
+            }"""),
+    }
+
+    args: MemPOConfig
+    model: PreTrainedModel
+    num_generations: int
+    num_generations_eval: int
+    max_completion_length: int
+    chat_template_kwargs: dict[str, Any]
+
+    def __init__(
+        self,
+        model,
+        reward_funcs=None,
+        args: MemPOConfig | None = None,
+        train_dataset=None,
+        eval_dataset=None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes=None,
+        callbacks=None,
+        optimizers=(None, None),
+        quantization_config=None,
+        peft_config=None,
+        tools: list[Callable] | None = None,
+        rollout_func=None,
+        environment_factory=None,
+    ):
+        if args is None:
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = MemPOConfig(f"{name.split('/')[-1]}-MemPO")
+        if not isinstance(args, MemPOConfig):
+            raise TypeError(f"`args` must be a `MemPOConfig`, but it is a `{type(args).__name__}`.")
+        if rollout_func is not None:
+            raise ValueError(
+                "`rollout_func` is not supported: the agent loop is the rollout. Pass `tools` or `environment_factory` "
+                "to shape it."
+            )
+        if processing_class is None:
+            processing_class = _load_tokenizer(model, args)
+        if isinstance(processing_class, ProcessorMixin):
+            raise ValueError(
+                "Images are not supported: pass the tokenizer of a text model as `processing_class`, not a "
+                f"`{type(processing_class).__name__}`."
+            )
+        if reward_funcs is None and not _brings_reward(environment_factory):
+            reward_funcs = outcome_reward
+
+        rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+        self._memory_coefficient = args.memory_coefficient
+        if train_dataset is None and environment_factory is not None and args.memory_coefficient > 0:
+            logger.warning(
+                "The environment owns the data, so the right answers are not known and memories cannot be scored: "
+                "training goes on with outcome advantages alone."
+            )
+            self._memory_coefficient = 0.0
+        self._needs_answers = self._memory_coefficient > 0 or any(
+            getattr(reward, "__module__", None) == outcome_reward.__module__ for reward in rewards
+        )
+        train_dataset, eval_dataset = (
+            prepare_dataset(
+                dataset,
+                name,
+                args.system_prompt,
+                needs_answers=self._needs_answers,
+                needs_prompt=environment_factory is None,
+            )
+            for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset))
+        )
+
+        with _uninspected_template(processing_class, tools or environment_factory):
+            super().__init__(
+                model=model,
+                reward_funcs=reward_funcs,
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                tools=tools,
+                environment_factory=environment_factory,
+            )
+        self._trajectories: list[Trajectory] = []
+        self._loop = self._make_loop()
+
+    def _make_loop(self) -> AgentLoop:
+        args = self.args
+        renderer = None
+        if self._tokenizer.chat_template is not None:
+            renderer = ObservationRenderer(
+                self._tokenizer, self.eos_token_ids, args.max_observation_length, self.chat_template_kwargs
+            )
+        # Special tokens carry no text, unless a vocabulary made one of the protocol's tags special.
+        self._silent_ids = {
+            i
+            for i in (*self._tokenizer.all_special_ids, *self.eos_token_ids)
+            if not TAG.search(self._tokenizer.decode([i]))
+        }
+        turns = args.max_turns
+        if args.max_tool_calling_iterations is not None:
+            turns = min(turns, args.max_tool_calling_iterations + 1)
+        return AgentLoop(
+            renderer=renderer,
+            runner=ToolRunner(args.tool_timeout, getattr(self, "async_loop", None)),
+            generate=self._generate_turn,
+            decode=self._decode_turn,
+            eos_token_ids=self.eos_token_ids,
+            max_turns=turns,
+            max_turn_length=args.max_turn_length,
+            max_completion_length=self.max_completion_length,
+            max_context_length=self._max_context_length(),
+            max_malformed_turns=args.max_malformed_turns,
+            max_over_processes=self._max_over_processes,
+            equal_sizes=self.use_vllm and (self.vllm_mode == "server" or self.vllm_tensor_parallel_size > 1),
+            parse_native_calls=self._parse_native_calls if self.tools else None,
+        )
+
+    # --- Rollouts -----------------------------------------------------------------------------------------------
+
+    def _tokenize_prompts(self, prompts: list):
+        if self._loop.renderer is not None and not isinstance(prompts[0], str):
+            prompts = [
+                self._loop.renderer.describe_tools(prompt, tools)
+                for prompt, tools in zip(prompts, self._tools_of_rows(len(prompts)), strict=True)
+            ]
+        return super()._tokenize_prompts(prompts)
+
+    def _tools_of_rows(self, rows: int) -> list[list[Any]]:
+        """The tools that each row's prompt was rendered with."""
+        if self.environment_factories is None:
+            return [self.tools] * rows
+        return [self._env_tools[name] for name in self._batch_environments]
+
+    def _generate(self, prompts: list):
+        prompt_ids, images, _ = self._tokenize_prompts(prompts)
+        if images is not None:
+            raise ValueError("Images are not supported: remove image content from the prompts.")
+        conversational = is_conversational({"prompt": prompts[0]})
+        tools: list[dict[str, Callable]] = [{} for _ in prompts]
+        if self.tools:
+            tools = [
+                sync | coroutines
+                for sync, coroutines in zip(self._sync_tool_dicts, self._async_tool_dicts, strict=True)
+            ]
+        # Nothing can be appended to a prompt that is plain text: it gets a single turn.
+        loop = self._loop if conversational else dataclasses.replace(self._loop, renderer=None)
+        self._trajectories = loop.run(prompt_ids, tools)
+
+        completion_ids = [t.completion_ids for t in self._trajectories]
+        tool_mask = [t.tool_mask for t in self._trajectories]
+        logprobs = None
+        if self.use_vllm or any(turn.logprobs is not None for t in self._trajectories for turn in t.turns):
+            logprobs = [t.logprobs for t in self._trajectories]
+        for row, ids in enumerate(completion_ids):
+            if not ids:  # no room for a single token: TRL needs one, that counts for nothing
+                completion_ids[row], tool_mask[row] = [self._tokenizer.eos_token_id], [0]
+                if logprobs is not None:
+                    logprobs[row] = [0.0]
+        completions: list[Any]
+        if conversational:
+            completions = [t.messages or [{"role": "assistant", "content": ""}] for t in self._trajectories]
+        else:
+            completions = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        self._log_rollouts(prompt_ids, completion_ids, tool_mask)
+        return prompt_ids, completion_ids, tool_mask, completions, logprobs, {}, None, []
+
+    def _generate_turn(self, contexts: list[list[int]], max_new_tokens: int, first: bool):
+        """Sample one turn after each context, through whatever engine TRL was told to use."""
+        own: Any = self.args.generation_kwargs or {}
+        max_new_tokens = min(max_new_tokens, own.get("max_new_tokens", max_new_tokens))
+        if self.use_vllm:
+            self.vllm_generation.max_completion_length = max_new_tokens
+        else:
+            self.generation_config.max_new_tokens = max_new_tokens
+            self.generation_kwargs["max_new_tokens"] = max_new_tokens
+        mode_generations = self.num_generations if self.model.training else self.num_generations_eval
+        return self._generate_single_turn(contexts, None, {}, mode_generations if first else 1)
+
+    def _decode_turn(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(
+            [i for i in ids if i not in self._silent_ids],
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
+        )
+
+    def _parse_native_calls(self, ids: list[int], context: list[int], row: int) -> list[ToolCall]:
+        """Read tool calls that the model wrote in the format of its own chat template, as TRL does."""
+        if getattr(self._tokenizer, "response_template", None) is None:
+            return []
+        tools = self._tools_of_rows(row + 1)[row]
+        message = parse_response(self._tokenizer, ids, prefix=context, tools=tools)
+        calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+        return [ToolCall(name=call["name"], arguments=call["arguments"]) for call in calls]
+
+    def _max_context_length(self) -> int | None:
+        lengths = [getattr(self.model.config.get_text_config(), "max_position_embeddings", None)]
+        if self.use_vllm and self.vllm_mode == "colocate":
+            lengths.append(self.vllm_generation.llm.llm_engine.model_config.max_model_len)
+        elif self.use_vllm:
+            lengths.append(self.args.vllm_max_model_length)
+        return min((length for length in lengths if length is not None), default=None)
+
+    def _max_over_processes(self, value: int) -> int:
+        return int(self.accelerator.gather(torch.tensor([value], device=self.accelerator.device)).max())
+
+    # --- Memory rewards and advantages --------------------------------------------------------------------------
+
+    def _generate_and_score_completions(self, inputs):
+        if self._needs_answers:
+            for example in inputs:
+                check_answers(example.get("answers"), "this batch")
+        output = super()._generate_and_score_completions(inputs)
+        if self._memory_coefficient > 0:
+            output["advantages"] = self._add_memory_advantages(inputs, output)
+        return output
+
+    def _add_memory_advantages(self, inputs, output) -> torch.Tensor:
+        """Turn the outcome advantages, shape (rows,), into token-level ones, shape (rows, completion tokens)."""
+        completion_ids = output["completion_ids"]
+        scored = [
+            memory_branches(self._tokenizer, trajectory, self.args.memory_baseline) for trajectory in self._trajectories
+        ]
+        p_memory = torch.full((len(inputs), self.args.max_turns), torch.nan, device=completion_ids.device)
+        rewards, p_baseline = p_memory.clone(), p_memory.clone()
+        turn_ids = torch.full_like(completion_ids, -1)
+        with evaluation_mode(self.model), self.accelerator.autocast():
+            for row, (example, trajectory, branches) in enumerate(zip(inputs, self._trajectories, scored, strict=True)):
+                turns = [branch.turn for branch in branches]
+                memory, baseline = self._score_row(example, trajectory, branches)
+                p_memory[row, turns] = memory
+                rewards[row, turns] = memory_rewards(memory, baseline)
+                if baseline is not None:
+                    p_baseline[row, turns] = baseline
+                for branch in branches:
+                    turn_ids[row, slice(*branch.span)] = branch.turn
+
+        # A question's rollouts may be spread over several processes: pool them all, then take this one's rows.
+        all_rewards = self.accelerator.gather(rewards)
+        group_size = self.num_generations if self.model.training else self.num_generations_eval
+        groups = torch.arange(len(all_rewards), device=all_rewards.device) // group_size
+        all_advantages = memory_advantages(all_rewards, groups, self.args.memory_scale, self.args.memory_std_floor)
+        first = self.accelerator.process_index * len(inputs)
+        advantages = all_advantages[first : first + len(inputs)]
+        self._log_memories(all_rewards, all_advantages, groups, p_memory, p_baseline, scored)
+        return token_advantages(output["advantages"], advantages, turn_ids, self._memory_coefficient)
+
+    def _score_row(
+        self, example: dict[str, Any], trajectory: Trajectory, branches: list[MemoryBranches]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """P of a row's memories and baselines, shape (memories,) each. One forward, even for a row without memories."""
+        target = build_answer_target(self._tokenizer, example["answers"], self.args.answer_preamble)
+        baselines = [branch.baseline for branch in branches if branch.baseline is not None]
+        contexts = [branch.memory for branch in branches] + baselines
+        logps = continuation_logps(
+            self.model,
+            contexts or [trajectory.prompt_ids[-1:]],
+            target.ids,
+            self._tokenizer.pad_token_id,
+            self.accelerator.device,
+        )
+        after_memory = logps[: len(branches)]
+        after_baseline = logps[len(branches) :] if self.args.memory_baseline != "none" else None
+        if not branches:
+            after_memory, after_baseline = logps[:0], None if after_baseline is None else logps[:0]
+        return score_memories(
+            after_memory,
+            after_baseline,
+            torch.tensor(target.gold_mask, device=logps.device),
+            self.args.memory_filter,
+            self.args.memory_filter_threshold,
+        )
+
+    # --- Metrics ------------------------------------------------------------------------------------------------
+
+    def _log_rollouts(self, prompt_ids, completion_ids, tool_mask) -> None:
+        """Log lengths, ends, turns and tool calls, under TRL's names where it has one."""
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        last = [*self.eos_token_ids, self._tokenizer.pad_token_id]
+        rows = [
+            [
+                len(prompt),
+                sum(mask),
+                ids[-1] not in last,
+                len(t.turns),
+                t.tool_calls,
+                t.tool_failures,
+                t.malformed_calls,
+                sum(len(turn.observation_ids) for turn in t.turns),
+                *(t.stop_reason == reason for reason in STOP_REASONS),
+            ]
+            for prompt, ids, mask, t in zip(prompt_ids, completion_ids, tool_mask, self._trajectories, strict=True)
+        ]
+        table = self.accelerator.gather(torch.tensor(rows, dtype=torch.float32, device=self.accelerator.device))
+        # Fail clearly if the generation backend returned no completions.
+        if table.numel() == 0:
+            raise RuntimeError("No completions were generated: the batch is empty.")
+        prompts, lengths, clipped, turns, calls, failures, malformed, observed, *stops = table.unbind(1)
+        if self.model.training:
+            self.state.num_input_tokens_seen += int((prompts + lengths).sum())
+        metrics["num_tokens"] = [self.state.num_input_tokens_seen]
+
+        ended = lengths[clipped == 0]
+        ended = ended if len(ended) else torch.zeros(1)
+        for name, values in (("", lengths), ("terminated_", ended)):
+            metrics[f"completions/mean_{name}length"].append(values.mean().item())
+            metrics[f"completions/min_{name}length"].append(values.min().item())
+            metrics[f"completions/max_{name}length"].append(values.max().item())
+        metrics["completions/clipped_ratio"].append(clipped.mean().item())
+        metrics["turns/mean"].append(turns.mean().item())
+        metrics["turns/max"].append(turns.max().item())
+        for reason, share in zip(STOP_REASONS, stops, strict=True):
+            metrics[f"stop/{reason}"].append(share.mean().item())
+        if self.tools:
+            metrics["observations/mean_length"].append(observed.mean().item())
+            metrics["tools/call_frequency"].append(calls.mean().item())
+            for name, values in (("failure", failures), ("malformed", malformed)):
+                metrics[f"tools/{name}_frequency"].append((values.sum() / calls.sum().clamp(min=1)).item())
+
+    def _log_memories(self, rewards, advantages, groups, p_memory, p_baseline, scored) -> None:
+        """Log how much the memories of all processes tell."""
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        lengths = rewards.new_full(p_memory.shape, torch.nan)
+        for row, branches in enumerate(scored):
+            for branch in branches:
+                lengths[row, branch.turn] = branch.span[1] - branch.span[0]
+        truncated = torch.tensor(
+            [any(turn.cut_inside(MEMORY_TAGS) for turn in t.turns) for t in self._trajectories],
+            dtype=torch.float32,
+            device=rewards.device,
+        )
+        for name, values in (
+            ("memory/reward", rewards),
+            ("memory/probability", self.accelerator.gather(p_memory)),
+            ("memory/baseline_probability", self.accelerator.gather(p_baseline)),
+            ("memory/length", self.accelerator.gather(lengths)),
+        ):
+            metrics[name].append(values.nanmean().item())
+        metrics["memory/per_rollout"].append((~rewards.isnan()).sum(1).float().mean().item())
+        metrics["memory/truncated"].append(self.accelerator.gather(truncated).mean().item())
+        # Questions whose memories are all alike teach nothing about memory.
+        silent = [not bool(advantages[groups == group].any()) for group in groups.unique()]
+        metrics["memory/frac_zero_std"].append(sum(silent) / len(silent))
+
+
+def _load_tokenizer(model, args: MemPOConfig):
+    """Load what TRL would load, before TRL does, so that it can be looked at."""
+    kwargs: Any = args.model_init_kwargs or {}
+    return AutoProcessor.from_pretrained(
+        model if isinstance(model, str) else get_config_model_id(model.config),
+        revision=kwargs.get("revision") if isinstance(model, str) else None,
+        truncation_side="left",
+        padding_side="left",
+        trust_remote_code=kwargs.get("trust_remote_code", args.trust_remote_code),
+    )
+
+
+def _brings_reward(environment_factory) -> bool:
+    """Whether an environment may define the reward itself. Only a class tells without being called."""
+    if environment_factory is None:
+        return False
+    factories = environment_factory.values() if isinstance(environment_factory, dict) else [environment_factory]
+    return any(not isinstance(factory, type) or hasattr(factory, "get_reward") for factory in factories)
+
+
+@contextmanager
+def _uninspected_template(tokenizer: PreTrainedTokenizerBase, tools) -> Iterator[None]:
+    """Hide the chat template while TRL constructs a trainer with tools.
+
+    TRL refuses chat templates that its own tool loop and response parser cannot work with: those without a tool role,
+    those that rewrite earlier turns, those it does not know. None of that concerns `AgentLoop`, which appends ids and
+    parses the protocol's tags, so TRL is shown a plain template. A response format that TRL knows for the real template
+    is kept, to read tool calls in the model's own format.
+    """
+    if not tools or tokenizer.chat_template is None:
+        yield
+        return
+    if getattr(tokenizer, "response_template", None) is None:
+        try:
+            add_response_schema(tokenizer)
+        except ValueError:  # a template that TRL does not know
+            pass
+    template, response_template = tokenizer.chat_template, getattr(tokenizer, "response_template", None)
+    tokenizer.chat_template, tokenizer.response_template = _PLAIN_TEMPLATE, response_template or {}
+    try:
+        yield
+    finally:
+        tokenizer.chat_template, tokenizer.response_template = template, response_template
