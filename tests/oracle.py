@@ -98,8 +98,8 @@ def oracle_advantages(
     """Token-level advantages of a batch.
 
     Args:
-        rollouts: for each `prompt` (ids), `turns` (ids of each turn), `observations` (ids after each turn but the last),
-            `cut` (whether the last turn lacks an end-of-turn token), `gold` (text).
+        rollouts: for each `prompt` (ids), `turns` (ids of each turn), `observations` (ids after each turn but the
+            last), `cut` (whether the last turn lacks an end-of-turn token), `gold` (text).
         outcome: A_T of each rollout.
     """
     rewards: dict[tuple[int, int], float | None] = {}

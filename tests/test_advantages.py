@@ -82,7 +82,7 @@ def test_floor():
 
 
 def test_unknown_scale():
-    with pytest.raises(ValueError, match="memory_scale.*'rows'"):
+    with pytest.raises(ValueError, match=r"memory_scale.*'rows'"):
         advantages(REWARDS, GROUPS, scale="rows")
 
 

@@ -121,7 +121,8 @@ def test_templates_that_open_a_thought_are_announced(caplog):
 def test_templates_that_want_the_call_they_answer():
     strict = (
         "{% for m in messages %}{% if m.role == 'tool' %}{% if not messages[loop.index0 - 1].tool_calls %}"
-        "{{ raise_exception('no call') }}{% endif %}{{ '<|im_start|>tool ' + (m.tool_call_id or '') + '\n' + m.content }}"
+        "{{ raise_exception('no call') }}{% endif %}{{ '<|im_start|>tool ' + (m.tool_call_id or '') + '\n' }}"
+        "{{ m.content }}"
         "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for c in m.tool_calls or [] %}"
         "{{ c.function.name + (c.function.arguments | tojson) }}{% endfor %}{% endif %}{{ '<|im_end|>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -134,7 +135,7 @@ def test_templates_that_want_the_call_they_answer():
 
 
 def test_templates_that_cannot_answer_are_refused():
-    with pytest.raises(ValueError, match="cannot render an observation.*chat_template"):
+    with pytest.raises(ValueError, match=r"cannot render an observation.*chat_template"):
         renderer(qwen_tokenizer("{% for m in messages %}{{ raise_exception('never') }}{% endfor %}"))
 
 

@@ -317,7 +317,7 @@ def test_bad_rows_of_a_stream_are_refused_before_anything_is_generated(tmp_path)
 def test_unsupported_arguments_are_refused(tmp_path):
     from trl import GRPOConfig
 
-    with pytest.raises(ValueError, match="`rollout_func` is not supported.*`tools` or `environment_factory`"):
+    with pytest.raises(ValueError, match=r"`rollout_func` is not supported.*`tools` or `environment_factory`"):
         build(tmp_path, rollout_func=lambda prompts, trainer: {})
     with pytest.raises(ValueError, match="Images are not supported"):
         build(tmp_path, {**PLAIN, "image": [b""] * 4})
@@ -456,7 +456,7 @@ def test_evaluation(tmp_path):
         tmp_path, eval_dataset=Dataset.from_dict(PLAIN), config={"per_device_eval_batch_size": 2, "eval_strategy": "no"}
     )
     answers = [["<think>t</think><answer>Paris</answer>"]] * 2
-    trainer._generate_single_turn = lambda *args: Script(trainer._tokenizer, answers)(*args)
+    trainer._generate_single_turn = lambda *args: Script(trainer._tokenizer, answers)(*args)  # noqa: PLW0108
     metrics = trainer.evaluate()
     assert metrics["eval_reward"] == 1.0
     assert metrics["eval_stop/answer"] == 1.0

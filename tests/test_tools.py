@@ -159,8 +159,7 @@ class Unprintable:
     [
         lambda: sys.exit(3),
         lambda: 1 / 0,
-        lambda: [][1],
-        lambda: Unprintable(),
+        Unprintable,
         lambda: (_ for _ in ()).throw(TimeoutError()),
     ],
 )

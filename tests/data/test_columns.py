@@ -66,5 +66,5 @@ def test_good_answers(answers):
 
 @pytest.mark.parametrize("answers", [None, "a", [], [[]], ["a", ["b"]], [["a"], "b"], [""], 3])
 def test_bad_answers(answers):
-    with pytest.raises(ValueError, match="`answers`.*in row 7"):
+    with pytest.raises(ValueError, match=r"`answers`.*in row 7"):
         check_answers(answers, "row 7")
