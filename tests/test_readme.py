@@ -41,5 +41,5 @@ def test_the_table_of_options_is_complete_and_right(tmp_path):
         if name in ("max_completion_length", "system_prompt", "answer_preamble"):
             continue
         value = getattr(config, name)
-        shown = shown.strip("`").strip('"')
-        assert shown == str(value) if not isinstance(value, float) else float(shown) == value, name
+        written = shown.strip("`").strip('"')
+        assert written == str(value) if not isinstance(value, float) else float(written) == value, name
