@@ -99,7 +99,7 @@ def build_answer_target(
 
 
 def memory_branches(
-    tokenizer: "PreTrainedTokenizerBase", trajectory: Trajectory, baseline: str = "context"
+    tokenizer: "PreTrainedTokenizerBase", trajectory: Trajectory, baseline: str = "context", room: int | None = None
 ) -> list[MemoryBranches]:
     """The sequences that score the memories of a rollout.
 
@@ -110,8 +110,16 @@ def memory_branches(
         trajectory: the rollout.
         baseline: `"context"`, what the policy saw before it wrote the memory; `"history"`, everything before the turn;
             `"previous_memory"`, the latest memory of an earlier turn, or the bare prompt if there is none; `"none"`.
+        room: tokens that a context may have, so that the target still fits into the model's context. A longer one loses
+            what comes first after the prompt. `None` for no limit.
     """
     prompt = trajectory.prompt_ids
+
+    def fit(context: list[int]) -> list[int]:
+        if room is None or len(context) <= room:
+            return context
+        return (prompt + context[len(prompt) + len(context) - room :])[-room:]
+
     branches: list[MemoryBranches] = []
     previous = prompt
     for index, turn in enumerate(trajectory.turns):
@@ -124,7 +132,11 @@ def memory_branches(
             # Every turn sees the whole history, so "context" and "history" are the same.
             compared = {"previous_memory": previous, "none": None}.get(baseline, trajectory.context_ids(index))
             offset = trajectory.turn_start(index)
-            branches.append(MemoryBranches(index, (offset + start, offset + end), memory, compared))
+            branches.append(
+                MemoryBranches(
+                    index, (offset + start, offset + end), fit(memory), None if compared is None else fit(compared)
+                )
+            )
         previous = memory
     return branches
 

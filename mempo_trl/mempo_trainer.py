@@ -17,7 +17,14 @@ from trl.trainer.utils import get_config_model_id
 from .advantages import memory_advantages, token_advantages
 from .chat_templates import ObservationRenderer
 from .data.columns import check_answers, prepare_dataset
-from .memory_reward import MemoryBranches, build_answer_target, memory_branches, memory_rewards, score_memories
+from .memory_reward import (
+    AnswerTarget,
+    MemoryBranches,
+    build_answer_target,
+    memory_branches,
+    memory_rewards,
+    score_memories,
+)
 from .mempo_config import MemPOConfig
 from .protocol import MEMORY_TAGS, TAG, ToolCall
 from .rewards import outcome_reward
@@ -324,16 +331,20 @@ class MemPOTrainer(GRPOTrainer):
     def _add_memory_advantages(self, inputs, output) -> torch.Tensor:
         """Turn the outcome advantages, shape (rows,), into token-level ones, shape (rows, completion tokens)."""
         completion_ids = output["completion_ids"]
+        targets = [
+            build_answer_target(self._tokenizer, example["answers"], self.args.answer_preamble) for example in inputs
+        ]
         scored = [
-            memory_branches(self._tokenizer, trajectory, self.args.memory_baseline) for trajectory in self._trajectories
+            memory_branches(self._tokenizer, trajectory, self.args.memory_baseline, self._room_before(target))
+            for trajectory, target in zip(self._trajectories, targets, strict=True)
         ]
         p_memory = torch.full((len(inputs), self.args.max_turns), torch.nan, device=completion_ids.device)
         rewards, p_baseline = p_memory.clone(), p_memory.clone()
         turn_ids = torch.full_like(completion_ids, -1)
         with evaluation_mode(self.model), self.accelerator.autocast():
-            for row, (example, trajectory, branches) in enumerate(zip(inputs, self._trajectories, scored, strict=True)):
+            for row, (target, trajectory, branches) in enumerate(zip(targets, self._trajectories, scored, strict=True)):
                 turns = [branch.turn for branch in branches]
-                memory, baseline = self._score_row(example, trajectory, branches)
+                memory, baseline = self._score_row(target, trajectory, branches)
                 p_memory[row, turns] = memory
                 rewards[row, turns] = memory_rewards(memory, baseline)
                 if baseline is not None:
@@ -351,11 +362,15 @@ class MemPOTrainer(GRPOTrainer):
         self._log_memories(all_rewards, all_advantages, groups, p_memory, p_baseline, scored)
         return token_advantages(output["advantages"], advantages, turn_ids, self._memory_coefficient)
 
+    def _room_before(self, target: AnswerTarget) -> int | None:
+        """Tokens that a context may have before an answer target."""
+        length = self._loop.max_context_length
+        return None if length is None else max(length - len(target.ids), 1)
+
     def _score_row(
-        self, example: dict[str, Any], trajectory: Trajectory, branches: list[MemoryBranches]
+        self, target: AnswerTarget, trajectory: Trajectory, branches: list[MemoryBranches]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """P of a row's memories and baselines, shape (memories,) each. One forward, even for a row without memories."""
-        target = build_answer_target(self._tokenizer, example["answers"], self.args.answer_preamble)
         baselines = [branch.baseline for branch in branches if branch.baseline is not None]
         contexts = [branch.memory for branch in branches] + baselines
         logps = continuation_logps(

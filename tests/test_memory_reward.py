@@ -167,6 +167,18 @@ def test_before_the_first_memory_there_is_the_prompt():
     assert branch.baseline == [7, 8, 9]
 
 
+def test_contexts_leave_room_for_the_target():
+    tokenizer = TOKENIZERS["qwen"]
+    rollout = trajectory(tokenizer, "one two three four five six", "<mem>b</mem>")
+    (whole,) = memory_branches(tokenizer, rollout)
+    (fitted,) = memory_branches(tokenizer, rollout, room=8)
+    assert whole.baseline == [7, 8, 9, *rollout.turns[0].ids, 1, 2, 3]
+    assert fitted.baseline == [7, 8, 9, *whole.baseline[-5:]]
+    assert fitted.memory == whole.memory[:3] + whole.memory[-5:]
+    (tiny,) = memory_branches(tokenizer, rollout, room=2)
+    assert tiny.baseline == [8, 9]
+
+
 def test_cut_memories_are_dropped():
     tokenizer = TOKENIZERS["qwen"]
     assert memory_branches(tokenizer, trajectory(tokenizer, "x", "<mem>b", ended=False)) == []
