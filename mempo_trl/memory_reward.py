@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .prefix_tree import Branch
 from .protocol import MEMORY_TAGS, find_span
 from .rollout import Trajectory
 
@@ -36,6 +37,11 @@ class AnswerTarget:
 
     ids: list[int]
     gold_mask: list[bool]
+
+    def after(self, context: list[int]) -> Branch:
+        """The target as the continuation of a context, its gold scored."""
+        first = self.gold_mask.index(True)
+        return Branch(context + self.ids, len(context) + first, len(context) + first + sum(self.gold_mask))
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,8 @@ def memory_branches(
     Args:
         tokenizer: the policy's tokenizer.
         trajectory: the rollout.
-        baseline: `"context"`, what the policy saw before it wrote the memory; `"history"`, everything before the turn;
+        baseline: `"context"`, what the policy saw before it wrote the memory; `"history"`, everything before the turn,
+            whether the policy saw it or not;
             `"previous_memory"`, the latest memory of an earlier turn, or the bare prompt if there is none; `"none"`.
         room: tokens that a context may have, so that the target still fits into the model's context. A longer one loses
             what comes first after the prompt. `None` for no limit.
@@ -129,8 +136,12 @@ def memory_branches(
         start, end = span
         memory = prompt + turn.ids[:end]
         if index > 0:
-            # Every turn sees the whole history, so "context" and "history" are the same.
-            compared = {"previous_memory": previous, "none": None}.get(baseline, trajectory.context_ids(index))
+            compared: list[int] | None = previous
+            if baseline in ("context", "history"):
+                see = trajectory.context_ids if baseline == "context" else trajectory.history_ids
+                compared = see(index)
+            elif baseline == "none":
+                compared = None
             offset = trajectory.turn_start(index)
             branches.append(
                 MemoryBranches(

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 from trl import GRPOConfig
 
 from .memory_reward import DEFAULT_ANSWER_PREAMBLE
+from .prefix_tree import Form
 
 
 MemoryBaseline = Literal["context", "history", "previous_memory", "none"]
@@ -27,8 +28,9 @@ class MemPOConfig(GRPOConfig):
         > Parameters that control the rollout
 
         context_turns (`int`, *optional*):
-            Number of earlier turns, with their observations, that a turn sees beside the prompt. `None` shows all of
-            them. Only `None` is supported in this version.
+            Number of earlier turns, with their observations, that a turn sees beside the prompt, in training as at
+            inference: with `1` the memory is the only bridge from one turn to the next but one. `None` shows all of
+            them.
         max_turns (`int`, *optional*, defaults to `16`):
             Turns in a rollout. `max_tool_calling_iterations=n`, if set, allows at most `n + 1` turns.
         max_turn_length (`int`, *optional*, defaults to `512`):
@@ -56,7 +58,7 @@ class MemPOConfig(GRPOConfig):
             no memory rewards at all: then the trainer is GRPO with MemPO's rollouts.
         memory_baseline (`str`, *optional*, defaults to `"context"`):
             What P(answer | memory) is compared with: `"context"`, what the policy saw before it wrote the memory;
-            `"history"`, everything before the turn (the same while `context_turns` is `None`); `"previous_memory"`, the
+            `"history"`, everything before the turn (the same if `context_turns` is `None`); `"previous_memory"`, the
             memory before, or the bare prompt before the first one; `"none"`, nothing.
         memory_filter (`str`, *optional*, defaults to `"none"`):
             Which tokens of the answer count. `"none"`: all (the paper). `"independent"`: on each side those with a
@@ -73,6 +75,15 @@ class MemPOConfig(GRPOConfig):
             `1e-3`) where probabilities are computed in bfloat16.
         answer_preamble (`str`, *optional*):
             Text before the answer, when its probability is computed.
+
+        > Parameters that control the packed forward
+
+        prefix_tree_form (`str`, *optional*, defaults to `"auto"`):
+            How sequences that share prefixes are run: `"packed"`, each distinct token once, with a mask; `"unrolled"`,
+            one padded row each, which any model can do; `"auto"` packs if the model can.
+        max_tokens_per_forward (`int`, *optional*):
+            Tokens in one forward of memory scores, and of a windowed policy: rollouts that would exceed it are split.
+            `None` scores the memories of a rollout in one forward, and a micro-batch of a windowed policy in one.
     """
 
     max_completion_length: int | None = field(
@@ -121,16 +132,18 @@ class MemPOConfig(GRPOConfig):
         default=DEFAULT_ANSWER_PREAMBLE,
         metadata={"help": "Text before the answer, when its probability is computed."},
     )
+    prefix_tree_form: str = field(
+        default="auto",
+        metadata={"help": "How sequences that share prefixes are run.", "choices": list(get_args(Form))},
+    )
+    max_tokens_per_forward: int | None = field(
+        default=None, metadata={"help": "Tokens in one forward of memory scores, and of a windowed policy."}
+    )
 
     def __post_init__(self):
-        if self.context_turns is not None:
-            raise ValueError(
-                f"`context_turns={self.context_turns}` is not supported in this version: leave it at None, which shows "
-                "every turn the whole history."
-            )
         for name in ("max_turns", "max_turn_length", "max_observation_length"):
             _check(self, name, getattr(self, name) >= 1, "at least 1")
-        for name in ("max_completion_length", "max_malformed_turns"):
+        for name in ("context_turns", "max_completion_length", "max_malformed_turns", "max_tokens_per_forward"):
             _check(self, name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1, or None")
         _check(self, "tool_timeout", self.tool_timeout is None or self.tool_timeout > 0, "more than 0 seconds, or None")
         _check(self, "memory_coefficient", 0 <= self.memory_coefficient < float("inf"), "0 or more, and finite")
@@ -140,6 +153,7 @@ class MemPOConfig(GRPOConfig):
             ("memory_baseline", get_args(MemoryBaseline)),
             ("memory_filter", get_args(MemoryFilter)),
             ("memory_scale", get_args(MemoryScale)),
+            ("prefix_tree_form", get_args(Form)),
         ):
             _check(self, name, getattr(self, name) in choices, f"one of {', '.join(map(repr, choices))}")
         if self.max_completion_length is None:

@@ -5,14 +5,15 @@ import logging
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
+from accelerate.utils import is_peft_model
 from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl import GRPOTrainer
 from trl.chat_template_utils import add_response_schema, parse_response
 from trl.data_utils import is_conversational
-from trl.trainer.utils import get_config_model_id
+from trl.trainer.utils import get_config_model_id, pad
 
 from .advantages import memory_advantages, token_advantages
 from .chat_templates import ObservationRenderer
@@ -26,10 +27,10 @@ from .memory_reward import (
     score_memories,
 )
 from .mempo_config import MemPOConfig
+from .prefix_tree import Branch, BranchScorer, Form, evaluation_mode
 from .protocol import MEMORY_TAGS, TAG, ToolCall
 from .rewards import outcome_reward
 from .rollout import STOP_REASONS, AgentLoop, Trajectory
-from .scoring import continuation_logps, evaluation_mode
 from .tools import ToolRunner
 
 
@@ -194,8 +195,22 @@ class MemPOTrainer(GRPOTrainer):
                 tools=tools,
                 environment_factory=environment_factory,
             )
+        if args.context_turns is not None and self.aux_loss_enabled:
+            raise ValueError(
+                "`context_turns` does not work with the load-balancing loss of a mixture of experts: set "
+                "`router_aux_loss_coef=0`, or leave `context_turns` at None."
+            )
         self._trajectories: list[Trajectory] = []
+        self._segments: torch.Tensor | None = None  # of the rows that log-probabilities are being taken of
         self._loop = self._make_loop()
+        self._scorer = BranchScorer(
+            self._tokenizer.pad_token_id,
+            self.accelerator.device,
+            unwrap=self._core_model,
+            form=cast(Form, args.prefix_tree_form),
+            max_tokens=args.max_tokens_per_forward,
+            max_over_processes=self._max_over_processes,
+        )
 
     def _make_loop(self) -> AgentLoop:
         args = self.args
@@ -223,6 +238,7 @@ class MemPOTrainer(GRPOTrainer):
             max_turn_length=args.max_turn_length,
             max_completion_length=self.max_completion_length,
             max_context_length=self._max_context_length(),
+            context_turns=args.context_turns,
             max_malformed_turns=args.max_malformed_turns,
             max_over_processes=self._max_over_processes,
             equal_sizes=self.use_vllm and (self.vllm_mode == "server" or self.vllm_tensor_parallel_size > 1),
@@ -275,6 +291,13 @@ class MemPOTrainer(GRPOTrainer):
             completions = [t.messages or [{"role": "assistant", "content": ""}] for t in self._trajectories]
         else:
             completions = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        if self.args.context_turns is not None:
+            self._segments = pad(
+                [torch.tensor(t.segments or [-1], device=self.accelerator.device) for t in self._trajectories],
+                padding_value=-1,
+                padding_side="right",
+                pad_to_multiple_of=cast("int | None", self.pad_to_multiple_of),
+            )
         self._log_rollouts(prompt_ids, completion_ids, tool_mask)
         return prompt_ids, completion_ids, tool_mask, completions, logprobs, {}, None, []
 
@@ -323,7 +346,10 @@ class MemPOTrainer(GRPOTrainer):
         if self._needs_answers:
             for example in inputs:
                 check_answers(example.get("answers"), "this batch")
-        output = super()._generate_and_score_completions(inputs)
+        with self._using_segments(None):
+            output = super()._generate_and_score_completions(inputs)
+            if self._segments is not None:
+                output["segments"] = self._segments
         if self._memory_coefficient > 0:
             output["advantages"] = self._add_memory_advantages(inputs, output)
         return output
@@ -338,19 +364,12 @@ class MemPOTrainer(GRPOTrainer):
             memory_branches(self._tokenizer, trajectory, self.args.memory_baseline, self._room_before(target))
             for trajectory, target in zip(self._trajectories, targets, strict=True)
         ]
-        p_memory = torch.full((len(inputs), self.args.max_turns), torch.nan, device=completion_ids.device)
-        rewards, p_baseline = p_memory.clone(), p_memory.clone()
+        p_memory, p_baseline = self._score_memories(targets, scored)
+        rewards = memory_rewards(p_memory, None if self.args.memory_baseline == "none" else p_baseline)
         turn_ids = torch.full_like(completion_ids, -1)
-        with evaluation_mode(self.model), self.accelerator.autocast():
-            for row, (target, trajectory, branches) in enumerate(zip(targets, self._trajectories, scored, strict=True)):
-                turns = [branch.turn for branch in branches]
-                memory, baseline = self._score_row(target, trajectory, branches)
-                p_memory[row, turns] = memory
-                rewards[row, turns] = memory_rewards(memory, baseline)
-                if baseline is not None:
-                    p_baseline[row, turns] = baseline
-                for branch in branches:
-                    turn_ids[row, slice(*branch.span)] = branch.turn
+        for row, memories in enumerate(scored):
+            for memory in memories:
+                turn_ids[row, slice(*memory.span)] = memory.turn
 
         # A question's rollouts may be spread over several processes: pool them all, then take this one's rows.
         all_rewards = self.accelerator.gather(rewards)
@@ -367,30 +386,116 @@ class MemPOTrainer(GRPOTrainer):
         length = self._loop.max_context_length
         return None if length is None else max(length - len(target.ids), 1)
 
-    def _score_row(
-        self, target: AnswerTarget, trajectory: Trajectory, branches: list[MemoryBranches]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """P of a row's memories and baselines, shape (memories,) each. One forward, even for a row without memories."""
-        baselines = [branch.baseline for branch in branches if branch.baseline is not None]
-        contexts = [branch.memory for branch in branches] + baselines
-        logps = continuation_logps(
-            self.model,
-            contexts or [trajectory.prompt_ids[-1:]],
-            target.ids,
-            self._tokenizer.pad_token_id,
-            self.accelerator.device,
-        )
-        after_memory = logps[: len(branches)]
-        after_baseline = logps[len(branches) :] if self.args.memory_baseline != "none" else None
-        if not branches:
-            after_memory, after_baseline = logps[:0], None if after_baseline is None else logps[:0]
-        return score_memories(
-            after_memory,
-            after_baseline,
-            torch.tensor(target.gold_mask, device=logps.device),
-            self.args.memory_filter,
-            self.args.memory_filter_threshold,
-        )
+    def _score_memories(
+        self, targets: list[AnswerTarget], scored: list[list[MemoryBranches]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """P of all memories and of their baselines, shape (rows, turns) each, NaN where there is none.
+
+        A row's sequences are one prefix tree and one forward.
+        """
+        trees = [
+            [target.after(memory.memory) for memory in memories]
+            + [target.after(memory.baseline) for memory in memories if memory.baseline is not None]
+            for target, memories in zip(targets, scored, strict=True)
+        ]
+        with evaluation_mode(self.model), self.accelerator.autocast():
+            logps = self._scorer.unit_logps(self.model, trees)
+        p_memory = torch.full((len(scored), self.args.max_turns), torch.nan, device=self.accelerator.device)
+        p_baseline = p_memory.clone()
+        for row, memories in enumerate(scored):
+            if not memories:
+                continue
+            turns = [memory.turn for memory in memories]
+            table = torch.stack(logps[row])  # (memories and baselines, gold tokens)
+            after_baseline = table[len(memories) :] if len(table) > len(memories) else None
+            memory, baseline = score_memories(
+                table[: len(memories)],
+                after_baseline,
+                torch.ones(table.size(1), dtype=torch.bool, device=table.device),
+                self.args.memory_filter,
+                self.args.memory_filter_threshold,
+            )
+            p_memory[row, turns] = memory
+            if baseline is not None:
+                p_baseline[row, turns] = baseline
+        return p_memory, p_baseline
+
+    # --- Log-probabilities of a windowed policy -----------------------------------------------------------------
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model,
+        input_ids,
+        attention_mask,
+        logits_to_keep,
+        batch_size=None,
+        compute_entropy=False,
+        compute_aux_loss=False,
+        **kwargs,
+    ):
+        if self._segments is None:
+            return super()._get_per_token_logps_and_entropies(
+                model,
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                batch_size,
+                compute_entropy,
+                compute_aux_loss,
+                **kwargs,
+            )
+        prompts = [
+            ids[mask.bool()].tolist()
+            for ids, mask in zip(input_ids[:, :-logits_to_keep], attention_mask[:, :-logits_to_keep], strict=True)
+        ]
+        completions = input_ids[:, -logits_to_keep:].tolist()
+        batch_size = batch_size or len(prompts)
+        chunks = []
+        for start in range(0, len(prompts), batch_size):
+            rows = slice(start, start + batch_size)
+            chunks.append(self._windowed_logps(model, prompts[rows], completions[rows], self._segments[rows]))
+        logps, entropies = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+        return logps, entropies if compute_entropy else None, None
+
+    def _windowed_logps(
+        self, model, prompts: list[list[int]], completions: list[list[int]], segments: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and entropies of sampled tokens under what their turn saw, 0 elsewhere, (rows, tokens)."""
+        trees, rows, columns = [], [], []
+        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            branches, sampled = turn_branches(
+                prompt, completion, segments[row].tolist(), cast(int, self.args.context_turns)
+            )
+            trees.append(branches)
+            rows += [row] * len(sampled)
+            columns += sampled
+        with self.accelerator.autocast():
+            logps, entropies, zero = self._scorer.logps_and_entropies(model, trees)
+        index = (torch.tensor(rows, device=zero.device), torch.tensor(columns, device=zero.device))
+        empty = torch.zeros(segments.shape, device=zero.device) + zero
+
+        def spread(values: list[list[torch.Tensor]]) -> torch.Tensor:
+            parts = [part for branches in values for part in branches]
+            return empty.index_put(index, torch.cat(parts)) if parts else empty
+
+        return spread(logps), spread(entropies)
+
+    @contextmanager
+    def _using_segments(self, segments: torch.Tensor | None) -> Iterator[None]:
+        self._segments = segments
+        try:
+            yield
+        finally:
+            self._segments = None
+
+    def _compute_loss(self, model, inputs):
+        with self._using_segments(inputs.get("segments")):
+            return super()._compute_loss(model, inputs)
+
+    def _core_model(self, model):
+        """The causal language model inside of a wrapped one."""
+        model = self.accelerator.unwrap_model(model)
+        return model.get_base_model() if is_peft_model(model) else model
 
     # --- Metrics ------------------------------------------------------------------------------------------------
 
@@ -462,6 +567,34 @@ class MemPOTrainer(GRPOTrainer):
         # Questions whose memories are all alike teach nothing about memory.
         silent = [not bool(advantages[groups == group].any()) for group in groups.unique()]
         metrics["memory/frac_zero_std"].append(sum(silent) / len(silent))
+
+
+def turn_branches(
+    prompt: list[int], completion: list[int], segments: list[int], context_turns: int
+) -> tuple[list[Branch], list[int]]:
+    """Cut a row into its turns, each with what it saw.
+
+    Args:
+        prompt: token ids.
+        completion: token ids, padding included.
+        segments: for each completion token 2t if turn t sampled it, 2t + 1 if it stands between turn t and the next, −1
+            for padding.
+        context_turns: earlier turns that a turn sees beside the prompt.
+
+    Returns:
+        One branch for each turn, its sampled tokens scored, and the columns of all these tokens in order.
+    """
+    last = max(segments, default=-1)
+    starts = [segments.index(segment) for segment in range(0, last + 1, 2)]
+    branches: list[Branch] = []
+    columns: list[int] = []
+    for turn, start in enumerate(starts):
+        seen = starts[max(turn - context_turns, 0)]
+        length = segments.count(2 * turn)
+        context = prompt + completion[seen:start]
+        branches.append(Branch(context + completion[start : start + length], len(context)))
+        columns += range(start, start + length)
+    return branches, columns
 
 
 def _load_tokenizer(model, args: MemPOConfig):

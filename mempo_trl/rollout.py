@@ -1,6 +1,5 @@
 """The agent loop: turns until answered, for a batch of rollouts, in step on every process."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -56,6 +55,7 @@ class Trajectory:
 
     Attributes:
         prompt_ids: what the first turn saw: system message, question, generation prompt.
+        context_turns: earlier turns that a turn sees beside the prompt; `None` for all of them.
         turns: the turns, in order.
         stop_reason: why the rollout ended.
         tool_calls: tool calls made, malformed ones included.
@@ -64,6 +64,7 @@ class Trajectory:
     """
 
     prompt_ids: list[int]
+    context_turns: int | None = None
     turns: list[Turn] = field(default_factory=list)
     stop_reason: StopReason = "no_action"
     tool_calls: int = 0
@@ -98,8 +99,22 @@ class Trajectory:
         """Position of a turn's first token in the completion."""
         return sum(len(turn.ids) + len(turn.observation_ids) for turn in self.turns[:index])
 
+    @property
+    def segments(self) -> list[int]:
+        """The part of the rollout that every completion token belongs to: 2t if turn t sampled it, else 2t + 1."""
+        return [
+            segment
+            for index, turn in enumerate(self.turns)
+            for segment in [2 * index] * len(turn.ids) + [2 * index + 1] * len(turn.observation_ids)
+        ]
+
     def context_ids(self, index: int) -> list[int]:
         """What turn `index` saw; the context of the next turn for `index = len(turns)`."""
+        first = 0 if self.context_turns is None else max(index - self.context_turns, 0)
+        return self.prompt_ids + [i for turn in self.turns[first:index] for i in turn.ids + turn.observation_ids]
+
+    def history_ids(self, index: int) -> list[int]:
+        """The prompt and everything before turn `index`, whether the turn saw it or not."""
         return self.prompt_ids + [i for turn in self.turns[:index] for i in turn.ids + turn.observation_ids]
 
 
@@ -129,6 +144,7 @@ class AgentLoop:
         max_turn_length: tokens sampled in a turn.
         max_completion_length: tokens of all turns and observations of a rollout together.
         max_context_length: tokens that the model takes, context and turn together; `None` if it has no limit.
+        context_turns: earlier turns that a turn sees beside the prompt; `None` for all of them.
         max_malformed_turns: turns in a row with malformed tool calls alone, after which a rollout stops; `None` for no
             limit.
         max_over_processes: the largest of an integer over all processes.
@@ -146,6 +162,7 @@ class AgentLoop:
     max_turn_length: int
     max_completion_length: int
     max_context_length: int | None = None
+    context_turns: int | None = None
     max_malformed_turns: int | None = None
     max_over_processes: Callable[[int], int] = int
     equal_sizes: bool = False
@@ -161,14 +178,14 @@ class AgentLoop:
         Returns:
             One trajectory for each prompt, in order.
         """
-        trajectories = [Trajectory(prompt) for prompt in prompts]
+        trajectories = [Trajectory(prompt, self.context_turns) for prompt in prompts]
         malformed_turns = [0] * len(prompts)
         active = []
         for row, trajectory in enumerate(trajectories):
             if self._room(trajectory) > 0:
                 active.append(row)
             else:
-                trajectory.stop_reason = self._limit(trajectory)
+                trajectory.stop_reason = self._limit(trajectory, len(trajectory.prompt_ids))
         for number in range(1, self.max_turns + 1):
             most = self.max_over_processes(len(active))
             if most == 0:
@@ -187,7 +204,8 @@ class AgentLoop:
                     context = trajectory.context_ids(number - 1)
                     turn.parsed.requests += self.parse_native_calls(turn.ids, context, row)
                 if not turn.parsed.requests or self.renderer is None:
-                    trajectory.stop_reason = "no_action" if turn.ended else self._limit(trajectory)
+                    seen = len(trajectory.context_ids(number - 1)) + len(turn.ids)
+                    trajectory.stop_reason = "no_action" if turn.ended else self._limit(trajectory, seen)
                 elif number == self.max_turns:
                     trajectory.stop_reason = "max_turns"
                 else:
@@ -202,7 +220,7 @@ class AgentLoop:
                 if self.max_malformed_turns is not None and malformed_turns[row] >= self.max_malformed_turns:
                     trajectory.stop_reason = "malformed_calls"
                 elif self._room(trajectory) <= 0:
-                    trajectory.stop_reason = self._limit(trajectory)
+                    trajectory.stop_reason = self._limit(trajectory, len(trajectory.context_ids(number)))
                 else:
                     active.append(row)
                     continue
@@ -250,13 +268,14 @@ class AgentLoop:
 
     def _room(self, trajectory: Trajectory) -> int:
         """Tokens that the next turn may have."""
-        used = len(trajectory.completion_ids)
-        context = math.inf if self.max_context_length is None else self.max_context_length - len(trajectory.prompt_ids)
-        return int(min(self.max_turn_length, self.max_completion_length - used, context - used))
+        room = min(self.max_turn_length, self.max_completion_length - len(trajectory.completion_ids))
+        if self.max_context_length is None:
+            return room
+        return min(room, self.max_context_length - len(trajectory.context_ids(len(trajectory.turns))))
 
-    def _limit(self, trajectory: Trajectory) -> StopReason:
-        """Which limit a rollout ran into: that of the context, of the completion, or of the last turn."""
-        used = len(trajectory.completion_ids)
-        if self.max_context_length is not None and len(trajectory.prompt_ids) + used >= self.max_context_length:
+    def _limit(self, trajectory: Trajectory, context_length: int) -> StopReason:
+        """Which limit a rollout ran into, if its last or next turn has a context of this length."""
+        if self.max_context_length is not None and context_length >= self.max_context_length:
             return "max_context_length"
+        used = len(trajectory.completion_ids)
         return "max_completion_length" if used >= self.max_completion_length else "max_turn_length"

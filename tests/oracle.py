@@ -94,6 +94,7 @@ def oracle_advantages(
     threshold: float = 0.5,
     scale: str = "group",
     coefficient: float = 1.0,
+    context_turns: int | None = None,
 ) -> list[list[float]]:
     """Token-level advantages of a batch.
 
@@ -106,7 +107,8 @@ def oracle_advantages(
     spans: dict[tuple[int, int], tuple[int, int]] = {}
     for row, rollout in enumerate(rollouts):
         target, positions = gold_positions(tokenizer, rollout["gold"])
-        context = list(rollout["prompt"])
+        context = list(rollout["prompt"])  # everything so far
+        blocks: list[list[int]] = []  # turns with their observations
         latest = list(rollout["prompt"])
         for number, turn in enumerate(rollout["turns"]):
             span = memory_span(tokenizer, turn)
@@ -117,9 +119,13 @@ def oracle_advantages(
             if span is not None:
                 alone = rollout["prompt"] + turn[: span[1]]
                 if number > 0:
-                    against = {"context": context, "history": context, "previous_memory": latest, "none": None}[
-                        baseline
-                    ]
+                    seen = blocks if context_turns is None else blocks[-context_turns:]
+                    against = {
+                        "context": rollout["prompt"] + [i for block in seen for i in block],
+                        "history": context,
+                        "previous_memory": latest,
+                        "none": None,
+                    }[baseline]
                     with_memory = gold_logps(model, alone, target, positions)
                     without = None if against is None else gold_logps(model, against, target, positions)
                     rewards[row, number] = compare(with_memory, without, mode, threshold)
@@ -129,6 +135,7 @@ def oracle_advantages(
             context = context + turn
             if number < len(rollout["turns"]) - 1:
                 context = context + rollout["observations"][number]
+                blocks.append(turn + rollout["observations"][number])
 
     def pool_of(row: int, number: int):
         return {"group": row // group_size, "none": row // group_size, "turn": (row // group_size, number)}.get(

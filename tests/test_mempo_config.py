@@ -19,7 +19,7 @@ def make(path, **settings):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"context_turns": 1}, "context_turns=1.*not supported"),
+        ({"context_turns": 0}, "context_turns=0.*at least 1"),
         ({"max_turns": 0}, "max_turns=0.*at least 1"),
         ({"max_turn_length": 0}, "max_turn_length=0"),
         ({"max_observation_length": -1}, "max_observation_length=-1"),

@@ -92,9 +92,16 @@ def rollouts_of(trainer, output, gold: str) -> list[dict]:
             assert completion[position : position + len(turn)] == turn
             position += len(turn)
             if number < len(turns) - 1:
-                context = script.contexts[row][number + 1]
-                observations.append(context[len(prompt) + position :])
-                position += len(observations[-1])
+                # The sampler's next context ends in what stands between the two turns.
+                context, following = script.contexts[row][number + 1], turns[number + 1]
+                length = next(
+                    n
+                    for n in range(1, len(completion))
+                    if completion[position + n : position + n + len(following)] == following
+                    and completion[position : position + n] == context[-n:]
+                )
+                observations.append(completion[position : position + length])
+                position += length
         assert position == len(completion)
         cut = turns[-1][-1] != trainer._tokenizer.eos_token_id
         rollouts.append({"prompt": prompt, "turns": turns, "observations": observations, "cut": cut, "gold": gold})
@@ -148,6 +155,9 @@ def test_advantages_agree_with_the_oracle(tmp_path, question):
         {"mode": "either", "threshold": 0.003},
         {"mode": "either", "threshold": 0.003, "baseline": "none"},
         {"mode": "independent", "threshold": 0.9, "baseline": "previous_memory"},
+        {"context_turns": 1},
+        {"context_turns": 2, "mode": "either", "threshold": 0.003},
+        {"context_turns": 1, "baseline": "history"},
     ],
     ids=str,
 )
@@ -158,6 +168,7 @@ def test_options_agree_with_the_oracle(tmp_path, options):
         "threshold": "memory_filter_threshold",
         "scale": "memory_scale",
         "coefficient": "memory_coefficient",
+        "context_turns": "context_turns",
     }
     trainer = make_trainer(
         tmp_path,

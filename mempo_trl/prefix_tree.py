@@ -1,0 +1,464 @@
+"""Log-probabilities of many token sequences that share prefixes, for about the price of their distinct tokens.
+
+The memories of a rollout are judged after contexts that all begin with the same prompt and grow out of one another, and
+with a window each turn is conditioned on a piece of the same history. Merged at their common prefixes, such sequences
+form a tree. In preorder, with `end[j]` one past the last token that follows token j on any path, token i sees
+
+    j  iff  j <= i < end[j],
+
+so one forward over the packed tree, with that mask and explicit positions, gives the numbers of one forward a sequence.
+Models whose layers cannot be told what to see (sliding windows, linear attention, state spaces, flash attention) get the
+unrolled form: every sequence a row of a padded batch.
+"""
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+
+logger = logging.getLogger(__name__)
+
+Form = Literal["auto", "packed", "unrolled"]
+
+# Attention implementations that take a mask over pairs of tokens.
+_MASKED_ATTENTION = ("sdpa", "eager", "flex_attention")
+_IGNORED = -100  # label of tokens that nothing is scored at
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A sequence, of which a part is scored.
+
+    Attributes:
+        ids: token ids, from the beginning of the context to the end of the scored part.
+        start: index of the first scored token, at least 1.
+        end: one past the last scored token; `None` for all.
+    """
+
+    ids: Sequence[int]
+    start: int
+    end: int | None = None
+
+    @property
+    def scored(self) -> range:
+        """Indices of the scored tokens."""
+        return range(self.start, len(self.ids) if self.end is None else self.end)
+
+
+@dataclass
+class _Node:
+    """A run of tokens without a fork. `labels[n]` are the tokens scored right after token n, in order of first use."""
+
+    ids: list[int]
+    position: int
+    children: dict[int, "_Node"] = field(default_factory=dict)
+    labels: dict[int, list[int]] = field(default_factory=dict)
+
+    def split(self, at: int) -> None:
+        """Keep the first `at` tokens; the others become the only child."""
+        rest = _Node(self.ids[at:], self.position + at, self.children)
+        self.ids, self.children = self.ids[:at], {self.ids[at]: rest}
+
+
+class PrefixTree:
+    """Branches merged at their common prefixes, as flat arrays in preorder.
+
+    A position predicts one token. Where branches fork, every further token that is scored there gets a copy of the
+    token before it: a leaf that sees what the original sees, and that nothing sees.
+
+    Attributes:
+        ids, positions: token ids and their positions, shape (tokens,).
+        ends: one past the last token that sees a token, shape (tokens,).
+        labels: the token scored at each position, or −100, shape (tokens,).
+        slots: for each branch the positions at which its scored tokens are predicted, in order.
+    """
+
+    def __init__(self, branches: Sequence[Branch]):
+        self._ids: list[int] = []
+        self._positions: list[int] = []
+        self._ends: list[int] = []
+        self._labels: list[int] = []
+        root = _Node([], 0)
+        for branch in branches:
+            _insert(root, branch.ids)
+        for branch in branches:
+            for node, index, scored in _steps(root, branch):
+                labels = node.labels.setdefault(index, [])
+                if scored not in labels:
+                    labels.append(scored)
+        places: dict[tuple[int, int, int], int] = {}
+        self._emit(root, places)
+        self.slots = [[places[id(node), index, label] for node, index, label in _steps(root, b)] for b in branches]
+        self.ids = torch.tensor(self._ids, dtype=torch.long)
+        self.positions = torch.tensor(self._positions, dtype=torch.long)
+        self.ends = torch.tensor(self._ends, dtype=torch.long)
+        self.labels = torch.tensor(self._labels, dtype=torch.long)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def _emit(self, node: _Node, places: dict[tuple[int, int, int], int]) -> None:
+        first = len(self._ids)
+        for index, token in enumerate(node.ids):
+            self._add(token, node.position + index, node.labels.get(index, [])[:1])
+            if index in node.labels:
+                places[id(node), index, node.labels[index][0]] = first + index
+        for child in node.children.values():
+            self._emit(child, places)
+        for index in reversed(range(len(node.ids))):
+            # Copies stand behind everything that sees the original, inside of what sees the token before it.
+            self._ends[first + index] = len(self._ids)
+            for label in node.labels.get(index, [])[1:]:
+                places[id(node), index, label] = len(self._ids)
+                self._add(node.ids[index], node.position + index, [label])
+
+    def _add(self, token: int, position: int, label: list[int]) -> None:
+        self._ids.append(token)
+        self._positions.append(position)
+        self._labels.append(label[0] if label else _IGNORED)
+        self._ends.append(len(self._ids))
+
+
+def _insert(root: _Node, ids: Sequence[int]) -> None:
+    node, at = root, 0
+    while at < len(ids):
+        child = node.children.get(ids[at])
+        if child is None:
+            node.children[ids[at]] = _Node(list(ids[at:]), at)
+            return
+        shared = _common(child.ids, ids, at)
+        if shared < len(child.ids):
+            child.split(shared)
+        node, at = child, at + shared
+
+
+def _common(ids: list[int], other: Sequence[int], offset: int) -> int:
+    """Length of the common prefix of `ids` and `other[offset:]`."""
+    most = min(len(ids), len(other) - offset)
+    if ids[:most] == list(other[offset : offset + most]):
+        return most
+    return next(n for n in range(most) if ids[n] != other[offset + n])
+
+
+def _steps(root: _Node, branch: Branch) -> Iterator[tuple[_Node, int, int]]:
+    """For each scored token of a branch: the node and the index in it of the token before, and the token itself."""
+    node, at = root, 0
+    wanted = branch.scored
+    while at < len(branch.ids):
+        node = node.children[branch.ids[at]]
+        for predicted in range(max(wanted.start, at + 1), min(wanted.stop, at + len(node.ids) + 1)):
+            yield node, predicted - 1 - at, branch.ids[predicted]
+        at += len(node.ids)
+
+
+@contextmanager
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Switch dropout and the like off in the body, and give every module its own mode back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def may_be_packed(model: Any) -> bool:
+    """Whether a model's configuration lets a mask decide what each token sees.
+
+    What the configuration cannot tell is tried by `BranchScorer` on the model itself.
+
+    Args:
+        model: a causal language model (not wrapped).
+    """
+    config = model.config.get_text_config()
+    if getattr(config, "_attn_implementation", None) not in _MASKED_ATTENTION:
+        return False
+    layers = getattr(config, "layer_types", None)
+    if layers is not None:
+        return all(layer == "full_attention" for layer in layers)
+    return not (getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None))
+
+
+class BranchScorer:
+    """Scores branches with a model, packed where the model allows it.
+
+    Args:
+        pad_token_id: fills up rows; nothing sees it.
+        device: where the model takes its inputs.
+        unwrap: gives the causal language model inside of a wrapped one (DDP, DeepSpeed).
+        form: `"packed"`, `"unrolled"`, or `"auto"`, packed if the model's configuration allows it and a small tree gives
+            the numbers of the unrolled form.
+        max_tokens: tokens in one forward, padding included; a tree that would exceed it is split by branches. `None` for
+            no limit. A single branch is never split.
+        max_over_processes: the largest of an integer over all processes, which must make equally many forwards.
+    """
+
+    def __init__(
+        self,
+        pad_token_id: int,
+        device: torch.device | str,
+        unwrap: Callable[[Any], Any] = lambda model: model,
+        form: Form = "auto",
+        max_tokens: int | None = None,
+        max_over_processes: Callable[[int], int] = int,
+    ):
+        if form not in ("auto", "packed", "unrolled"):
+            raise ValueError(f"Unknown `form` {form!r}: choose 'auto', 'packed' or 'unrolled'.")
+        self.pad_token_id = pad_token_id
+        self.device = torch.device(device)
+        self.unwrap = unwrap
+        self.form = form
+        self.max_tokens = max_tokens
+        self.max_over_processes = max_over_processes
+        self._packs: dict[int, bool] = {}
+
+    def packs(self, model: Any) -> bool:
+        """Whether this model's branches are packed."""
+        if self.form != "auto":
+            return self.form == "packed"
+        core = self.unwrap(model)
+        if id(core) not in self._packs:
+            self._packs[id(core)] = may_be_packed(core) and self._packing_agrees(model, core)
+        return self._packs[id(core)]
+
+    def _packing_agrees(self, model: Any, core: Any) -> bool:
+        """Compare both forms on a small tree: some models ignore positions, or a mask over pairs."""
+        words = torch.arange(5, 25).remainder(core.config.get_text_config().vocab_size).tolist()
+        trees = [[Branch([*words[:8], *words[n : n + 4]], 8) for n in (8, 12, 16)]]
+        with evaluation_mode(model):
+            unrolled = torch.cat(self.unit_logps(model, trees, packed=False)[0])
+            try:
+                packed = torch.cat(self.unit_logps(model, trees, packed=True)[0])
+            except Exception as error:  # ALiBi models, for one, compute their bias from a mask of two dimensions
+                logger.debug("The model refuses a packed tree: %s", error)
+                return False
+        exact = core.dtype == torch.float32 and not torch.is_autocast_enabled(self.device.type)
+        tolerance = 1e-3 if exact else 0.1
+        return bool(torch.allclose(packed, unrolled, atol=tolerance, rtol=tolerance))
+
+    def logps_and_entropies(
+        self, model: Any, trees: Sequence[Sequence[Branch]], packed: bool | None = None
+    ) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]], torch.Tensor]:
+        """Log-probabilities and entropies of the scored tokens, at the temperature of TRL's fused head, with gradients.
+
+        Args:
+            model: a model with TRL's fused head (`trl.trainer.utils.add_fused_lm_head`), wrapped or not.
+            trees: groups of branches. Prefixes are shared within a group.
+            packed: overrules `form`.
+
+        Returns:
+            For each group, for each branch, tensors of shape (scored tokens,), log-probabilities and entropies; and a
+            zero that depends on every forward made, to be added to what is differentiated, so that each process has the
+            same backward.
+        """
+        packed = self.packs(model) if packed is None else packed
+
+        def forward(rows: _Rows) -> tuple[torch.Tensor, torch.Tensor]:
+            inputs = rows.inputs(self.unwrap(model), self.device)
+            outputs = model(**inputs, shift_labels=rows.labels.to(self.device), fused_lm_head=True)
+            entropy = torch.zeros_like(outputs.log_probs) if outputs.entropy is None else outputs.entropy
+            return outputs.log_probs, entropy
+
+        results, zero = self._run(trees, packed, forward)
+        return [[b[0] for b in tree] for tree in results], [[b[1] for b in tree] for tree in results], zero
+
+    @torch.no_grad()
+    def unit_logps(
+        self, model: Any, trees: Sequence[Sequence[Branch]], packed: bool | None = None
+    ) -> list[list[torch.Tensor]]:
+        """Log-probabilities of the scored tokens, at temperature 1, without gradients.
+
+        Only the logits of scored tokens are made, and they are the model's own, which TRL's fused head would divide by
+        the sampling temperature.
+
+        Args:
+            model: a causal language model, wrapped or not.
+            trees: groups of branches. Prefixes are shared within a group, and each group is a forward of its own.
+            packed: overrules `form`.
+
+        Returns:
+            For each group, for each branch, a float32 tensor of shape (scored tokens,).
+        """
+        packed = self.packs(model) if packed is None else packed
+
+        def forward(rows: _Rows) -> tuple[torch.Tensor]:
+            core = self.unwrap(model)
+            inputs = rows.inputs(core, self.device)
+            labels = rows.labels.to(self.device)  # (rows, tokens)
+            kept = (labels != _IGNORED).any(0).nonzero().squeeze(1)
+            if "logits_to_keep" in inspect.signature(core.forward).parameters:
+                logits = model(**inputs, logits_to_keep=kept, use_cache=False).logits
+            else:
+                logits = model(**inputs, use_cache=False).logits[:, kept]
+            targets = labels[:, kept].clamp(min=0).unsqueeze(-1)
+            logits = logits.float()
+            scores = logits.gather(-1, targets).squeeze(-1) - logits.logsumexp(-1)  # (rows, kept)
+            return (torch.zeros(labels.shape, device=self.device).index_copy(1, kept, scores),)
+
+        results, _ = self._run(trees, packed, forward, one_tree_each=True)
+        return [[b[0] for b in tree] for tree in results]
+
+    def _run(
+        self, trees: Sequence[Sequence[Branch]], packed: bool, forward: Callable, one_tree_each: bool = False
+    ) -> tuple[list[list[Any]], torch.Tensor]:
+        """Cut the trees into forwards, run as many on every process, and put the results back in order."""
+        batches = list(self._batches(trees, packed, one_tree_each))
+        results: list[list[Any]] = [[None] * len(tree) for tree in trees]
+        zero = torch.zeros((), device=self.device)
+        # At least one, since a loss without a forward could not be differentiated.
+        for number in range(max(self.max_over_processes(len(batches)), 1)):
+            members, rows = batches[number] if number < len(batches) else self._spare(packed)
+            outputs = forward(rows)
+            zero = zero + 0.0 * outputs[0].sum()
+            for (tree, branch), (row, slots) in zip(members, rows.places, strict=True):
+                results[tree][branch] = tuple(output[row, slots] for output in outputs)
+        return results, zero
+
+    def _spare(self, packed: bool) -> tuple[list[tuple[int, int]], "_Rows"]:
+        """A forward whose results nobody wants, while another process has more to do."""
+        rows = (_pack if packed else _unroll)([[Branch([0, 0], 1)]], self.pad_token_id)
+        rows.places.clear()
+        return [], rows
+
+    def _batches(self, trees, packed: bool, one_tree_each: bool) -> Iterator[tuple[list[tuple[int, int]], "_Rows"]]:
+        """Groups of branches for one forward each, as `(tree, branch)` indices, and their rows."""
+        arrange = _pack if packed else _unroll
+        batch: list[tuple[int, list[int]]] = []  # (tree, branches)
+
+        def close() -> tuple[list[tuple[int, int]], _Rows]:
+            members = [(tree, branch) for tree, branches in batch for branch in branches]
+            parts = [[trees[tree][branch] for branch in branches] for tree, branches in batch]
+            batch.clear()
+            return members, arrange(parts, self.pad_token_id)
+
+        for tree, branches in enumerate(trees):
+            for part in self._split(branches, packed):
+                if batch and (one_tree_each or not self._fits([*batch, (tree, part)], trees, packed)):
+                    yield close()
+                batch.append((tree, part))
+        if batch:
+            yield close()
+
+    def _split(self, branches: Sequence[Branch], packed: bool) -> Iterator[list[int]]:
+        """Split one tree by branches, so that each part fits."""
+        part: list[int] = []
+        for index in range(len(branches)):
+            if part and self.max_tokens is not None:
+                if _size([branches[n] for n in [*part, index]], packed) > self.max_tokens:
+                    yield part
+                    part = []
+            part = [*part, index]
+        if part:
+            yield part
+
+    def _fits(self, batch, trees, packed: bool) -> bool:
+        if self.max_tokens is None:
+            return True
+        parts = [[trees[tree][branch] for branch in branches] for tree, branches in batch]
+        if packed:
+            return len(parts) * max(len(PrefixTree(part)) for part in parts) <= self.max_tokens
+        return _size([branch for part in parts for branch in part], packed) <= self.max_tokens
+
+
+def _size(branches: Sequence[Branch], packed: bool) -> int:
+    """Tokens that branches take in one forward."""
+    if packed:
+        return len(PrefixTree(branches))
+    return len(branches) * max(len(branch.ids) for branch in branches)
+
+
+@dataclass
+class _Rows:
+    """A batch for one forward: either packed trees, with the ends of what sees each token, or plain sequences.
+
+    Attributes:
+        ids, positions, labels: shape (rows, tokens).
+        ends: as in `PrefixTree`, shape (rows, tokens); `None` for plain sequences.
+        mask: 1 on tokens, 0 on padding, shape (rows, tokens).
+        places: for each branch its row and the positions at which its scored tokens are predicted.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    labels: torch.Tensor
+    ends: torch.Tensor | None
+    mask: torch.Tensor
+    places: list[tuple[int, torch.Tensor]]
+
+    def inputs(self, model: Any, device: torch.device) -> dict[str, Any]:
+        """Arguments of the model's forward."""
+        inputs: dict[str, Any] = {"input_ids": self.ids.to(device)}
+        if "position_ids" in inspect.signature(model.forward).parameters:
+            inputs["position_ids"] = self.positions.to(device)
+        if self.ends is None:
+            return {**inputs, "attention_mask": self.mask.to(device)}
+        implementation = model.config.get_text_config()._attn_implementation
+        return {**inputs, "attention_mask": _attention_mask(self.ends.to(device), implementation, model.dtype)}
+
+
+def _attention_mask(ends: torch.Tensor, implementation: str, dtype: torch.dtype) -> Any:
+    """The mask "j <= i < end[j]" in the form that an attention implementation takes; `ends` is (rows, tokens)."""
+    rows, tokens = ends.shape
+    if implementation == "flex_attention":
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        def sees(row, head, i, j):
+            return (j <= i) & (i < ends[row, j])
+
+        return create_block_mask(sees, rows, None, tokens, tokens, device=str(ends.device))
+    index = torch.arange(tokens, device=ends.device)
+    mask = (index <= index[:, None]) & (index[:, None] < ends[:, None, :])  # (rows, i, j)
+    if implementation == "sdpa":
+        return mask.unsqueeze(1)
+    return (
+        torch.zeros(mask.shape, dtype=dtype, device=ends.device).masked_fill(~mask, torch.finfo(dtype).min).unsqueeze(1)
+    )
+
+
+def _pad(tensors: list[torch.Tensor], value: int, side: str = "right") -> torch.Tensor:
+    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
+
+
+def _pack(parts: Sequence[Sequence[Branch]], pad_token_id: int) -> _Rows:
+    """Each part a tree, each tree a row."""
+    trees = [PrefixTree(part) for part in parts]
+    ids = _pad([tree.ids for tree in trees], pad_token_id)
+    ends = _pad([tree.ends for tree in trees], 0)
+    # A padding token sees itself alone, since a row of the mask must not be empty.
+    ends = torch.where(ends == 0, torch.arange(1, ids.size(1) + 1), ends)
+    return _Rows(
+        ids=ids,
+        positions=_pad([tree.positions for tree in trees], 0),
+        labels=_pad([tree.labels for tree in trees], _IGNORED),
+        ends=ends,
+        mask=_pad([torch.ones_like(tree.ids) for tree in trees], 0),
+        places=[(row, torch.tensor(slots, dtype=torch.long)) for row, tree in enumerate(trees) for slots in tree.slots],
+    )
+
+
+def _unroll(parts: Sequence[Sequence[Branch]], pad_token_id: int) -> _Rows:
+    """Each branch a row, on the right, so that ends stand in the same columns and few logits need be made."""
+    branches = [branch for part in parts for branch in part]
+    sequences = [torch.tensor(list(branch.ids), dtype=torch.long) for branch in branches]
+    width = max(map(len, sequences))
+    labels, places = [], []
+    for row, (branch, sequence) in enumerate(zip(branches, sequences, strict=True)):
+        slots = torch.tensor([token - 1 for token in branch.scored], dtype=torch.long)
+        labels.append(torch.full_like(sequence, _IGNORED).index_copy(0, slots, sequence[slots + 1]))
+        places.append((row, slots + width - len(sequence)))
+    mask = _pad([torch.ones_like(sequence) for sequence in sequences], 0, "left")
+    return _Rows(
+        ids=_pad(sequences, pad_token_id, "left"),
+        positions=(mask.cumsum(1) - 1).clamp(min=0),
+        labels=_pad(labels, _IGNORED, "left"),
+        ends=None,
+        mask=mask,
+        places=places,
+    )
