@@ -24,19 +24,21 @@ def memory_advantages(
         ValueError: for an unknown `scale`.
     """
     rows, turns = rewards.shape
-    groups = group_ids.to(rewards.device).unsqueeze(1).expand(rows, turns)
+    device, dtype = rewards.device, rewards.dtype
+    # Double precision, so that the mean of equal values is that value and their deviation 0; not every device has it.
+    rewards = rewards.cpu().double()
+    groups = group_ids.cpu().unsqueeze(1).expand(rows, turns)
     if scale in ("group", "none"):
         keys = groups
     elif scale == "turn":
-        keys = groups * turns + torch.arange(turns, device=rewards.device)
+        keys = groups * turns + torch.arange(turns)
     elif scale == "batch":
         keys = torch.zeros_like(groups)
     else:
         raise ValueError(f"Unknown `memory_scale` {scale!r}: choose 'group', 'turn', 'batch' or 'none'.")
 
     scored = ~rewards.isnan()
-    # Double precision, so that the mean of equal values is that value and their deviation 0.
-    values = rewards.double().nan_to_num(0.0)
+    values = rewards.nan_to_num(0.0)
     _, pools = keys.unique(return_inverse=True)  # (rows, turns), 0 … number of pools − 1
 
     def pool_sum(x: torch.Tensor) -> torch.Tensor:
@@ -49,7 +51,7 @@ def memory_advantages(
     std = (pool_sum(deviation**2) / (count - 1).clamp(min=1)).sqrt()
     advantages = deviation if scale == "none" else deviation / std.clamp(min=std_floor)
     informative = scored & (count > 1) & (std >= std_floor)
-    return torch.where(informative, advantages, 0.0).to(rewards.dtype)
+    return torch.where(informative, advantages, 0.0).to(device=device, dtype=dtype)
 
 
 def token_advantages(

@@ -1,14 +1,18 @@
 """Rendering observations with the model's chat template, as the token ids that follow a sampled turn."""
 
+import functools
 import json
 import logging
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 from trl.chat_template_utils import supports_tool_calling
+
+from .protocol import encode_piece
 
 
 logger = logging.getLogger(__name__)
@@ -18,8 +22,12 @@ TRUNCATION_MARK = " … [truncated]"
 # Stands for the sampled turn when a template is asked what follows it. Plain ASCII letters, so that no template trims,
 # escapes or splits it.
 _SENTINEL = "MEMPOSAMPLEDTURN"
-# Stand for tokens of the chat format that an observation spells out: private-use characters around a number.
-_PLACEHOLDER = re.compile("\ue000([0-9]+)\ue001")
+# Stand for tokens of the chat format that an observation spells out: a number between two code points that Unicode
+# keeps from ever being characters.
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_PLACEHOLDER = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
+# A text of more characters than this for each token of the budget is cut before it is tokenized.
+_CHARACTERS_PER_TOKEN = 50
 
 Message = dict[str, Any]
 
@@ -36,6 +44,7 @@ class ObservationRenderer:
         max_length: tokens of observation text in one turn, all tool results together. Longer results are cut, the
             longest first, and end in `TRUNCATION_MARK`.
         chat_template_kwargs: further arguments of `apply_chat_template`.
+        tools: what the prompts are rendered with. Some tokenizers have a template of its own for prompts with tools.
 
     Raises:
         ValueError: if the template can render an observation neither as a tool message nor as a user message.
@@ -47,21 +56,51 @@ class ObservationRenderer:
         eos_token_ids: list[int],
         max_length: int,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list[Callable] | None = None,
     ):
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
         self.max_length = max_length
-        self.chat_template_kwargs = chat_template_kwargs or {}
+        template = tokenizer.get_chat_template(tools=cast(Any, tools) or None)
+        kwargs: Any = {**(chat_template_kwargs or {}), "chat_template": template}
+        self._apply = functools.partial(cast(Callable[..., Any], tokenizer.apply_chat_template), **kwargs)
         # Templates that do not know tools (SmolLM2, Gemma 2, …) get the tools described in the prompt and the results
         # as user messages.
-        self.supports_tools = supports_tool_calling(tokenizer)
+        self.supports_tools = supports_tool_calling(
+            SimpleNamespace(chat_template=template, apply_chat_template=self._apply)
+        )
+        self.supports_system = self._accepts([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}])
         self._end_of_turn = [str(tokenizer.decode([i])) for i in eos_token_ids]
         # Tokens of the chat format: spelled out in an observation, they must not become that token. Runs of blanks,
         # which some vocabularies add, are harmless.
-        forbidden = sorted((token for token in tokenizer.get_added_vocab() if token.strip()), key=len, reverse=True)
-        self._forbidden = forbidden
-        self._forbidden_pattern = re.compile("|".join(map(re.escape, forbidden))) if forbidden else None
+        self._forbidden = sorted((t for t in tokenizer.get_added_vocab() if t.strip()), key=len, reverse=True)
+        self._forbidden_pattern = re.compile("|".join(map(re.escape, self._forbidden)) or "(?!)")
         self._check_template()
+
+    def prompt(self, messages: list[Message], tools: list[Callable] | None) -> list[Message]:
+        """The prompt in a form that the template takes.
+
+        A template that does not render tools gets them described in the system message; one that refuses a system
+        message gets that text at the beginning of the first user message.
+
+        Args:
+            messages: the prompt. It is not changed.
+            tools: functions with type hints and Google-style docstrings.
+        """
+        if tools and not self.supports_tools:
+            schemas = "\n".join(json.dumps(get_json_schema(tool), ensure_ascii=False) for tool in tools)
+            description = (
+                f"You may call these tools:\n<tools>\n{schemas}\n</tools>\n"
+                'To call one, write <tool_call>{"name": …, "arguments": {…}}</tool_call>.'
+            )
+            if messages[0]["role"] == "system":
+                messages = [{**messages[0], "content": f"{messages[0]['content']}\n\n{description}"}, *messages[1:]]
+            else:
+                messages = [{"role": "system", "content": description}, *messages]
+        if not self.supports_system and len(messages) > 1 and messages[0]["role"] == "system":
+            first = {**messages[1], "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}
+            messages = [first, *messages[2:]]
+        return messages
 
     def messages(self, results: list[tuple[str, str]]) -> list[Message]:
         """The messages that carry the results of one turn, cut to `max_length`.
@@ -69,7 +108,7 @@ class ObservationRenderer:
         Args:
             results: `(tool name, text)`, one for each tool call, in order.
         """
-        texts = self._cut([text for _, text in results])
+        texts = self._cut([text.replace(_OPEN, "").replace(_CLOSE, "") for _, text in results])
         if self.supports_tools:
             return [
                 {"role": "tool", "name": name, "content": text} for (name, _), text in zip(results, texts, strict=True)
@@ -85,42 +124,12 @@ class ObservationRenderer:
             turn_ids: the sampled turn. If its last token is the one that the template closes a turn with, that token is
                 not repeated; if it was cut before an end-of-turn token, the suffix closes it.
         """
-        safe: list[str] = []
-
-        def hide(match: re.Match) -> str:
-            safe.append(match.group())
-            return f"\ue000{len(safe) - 1}\ue001"
-
-        if self._forbidden_pattern is not None:
-            messages = [
-                {**message, "content": self._forbidden_pattern.sub(hide, _PLACEHOLDER.sub("", message["content"]))}
-                for message in messages
-            ]
-        pieces = _PLACEHOLDER.split(self._text_after_turn(messages))
-        ids: list[int] = []
-        for index, piece in enumerate(pieces):
-            ids += self._encode_as_text(safe[int(piece)]) if index % 2 else self._encode(piece)
+        hidden: list[str] = []
+        shown = [{**message, "content": self._hide(message["content"], hidden)} for message in messages]
+        ids = self._encode(self._text_after_turn(shown), hidden)
         if turn_ids and turn_ids[-1] in self.eos_token_ids and ids[:1] == turn_ids[-1:]:
             ids = ids[1:]
         return ids
-
-    def describe_tools(self, messages: list[Message], tools: list[Callable] | None) -> list[Message]:
-        """Add the tools to the prompt, for a template that does not render them itself.
-
-        Args:
-            messages: the prompt. It is not changed.
-            tools: functions with type hints and Google-style docstrings.
-        """
-        if not tools or self.supports_tools:
-            return messages
-        schemas = "\n".join(json.dumps(get_json_schema(tool), ensure_ascii=False) for tool in tools)
-        description = (
-            f"You may call these tools:\n<tools>\n{schemas}\n</tools>\n"
-            'To call one, write <tool_call>{"name": …, "arguments": {…}}</tool_call>.'
-        )
-        if messages[0]["role"] == "system":
-            return [{**messages[0], "content": f"{messages[0]['content']}\n\n{description}"}, *messages[1:]]
-        return [{"role": "system", "content": description}, *messages]
 
     def _text_after_turn(self, messages: list[Message]) -> str:
         """What the template writes after the content of an assistant turn that `messages` follow."""
@@ -145,25 +154,50 @@ class ObservationRenderer:
         return text[min(ends) :]
 
     def _render(self, messages: list[Message]) -> str:
-        text = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False, **self.chat_template_kwargs
-        )
-        return cast(str, text)
+        return cast(str, self._apply(messages, add_generation_prompt=True, tokenize=False))
 
-    def _encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+    def _accepts(self, messages: list[Message]) -> bool:
+        try:
+            self._render(messages)
+        except Exception:
+            return False
+        return True
 
-    def _encode_as_text(self, text: str) -> list[int]:
-        """Encode the spelling of an added token without producing that token: in the largest pieces that allow it."""
-        for size in range(1, len(text)):
-            head, tail = text[:size], text[size:]
-            if not any(token in head or token in tail for token in self._forbidden if len(token) > 1):
-                return self._encode(head) + self._encode(tail)
-        return [i for character in text for i in self._encode(character)]
+    def _hide(self, text: str, hidden: list[str]) -> str:
+        """Put placeholders where the text spells a token of the chat format, and add these spellings to `hidden`."""
+
+        def hide(match: re.Match) -> str:
+            hidden.append(match.group())
+            return f"{_OPEN}{len(hidden) - 1}{_CLOSE}"
+
+        return self._forbidden_pattern.sub(hide, text)
+
+    def _encode(self, text: str, hidden: list[str]) -> list[int]:
+        """Encode a text with placeholders for what is hidden."""
+        ids: list[int] = []
+        for index, piece in enumerate(_PLACEHOLDER.split(text)):
+            if index % 2 == 0:
+                ids += encode_piece(self.tokenizer, piece)[0]
+                continue
+            # The spelling without the token: in the largest pieces that are not one.
+            spelling = hidden[int(piece)]
+            cuts = [
+                (spelling[:n], spelling[n:])
+                for n in range(1, len(spelling))
+                if not self._forbidden_pattern.search(spelling[:n]) and not self._forbidden_pattern.search(spelling[n:])
+            ]
+            ids += [i for part in (cuts[0] if cuts else spelling) for i in encode_piece(self.tokenizer, part)[0]]
+        return ids
+
+    def _length(self, text: str) -> int:
+        """Tokens that a text has as an observation."""
+        hidden: list[str] = []
+        return len(self._encode(self._hide(text, hidden), hidden))
 
     def _cut(self, texts: list[str]) -> list[str]:
         """Cut the longest texts until all together have at most `max_length` tokens."""
-        lengths = [len(self._encode(text)) for text in texts]
+        most = _CHARACTERS_PER_TOKEN * self.max_length
+        lengths = [self._length(text) if len(text) <= most else self.max_length + 1 for text in texts]
         if sum(lengths) <= self.max_length:
             return texts
         # Every text may be as long as the largest equal share that does not exceed the budget.
@@ -174,22 +208,21 @@ class ObservationRenderer:
                 break
             left -= length
         return [
-            self._cut_one(text, limit) if length > limit else text for text, length in zip(texts, lengths, strict=True)
+            self._cut_one(text[:most], limit) if length > limit else text
+            for text, length in zip(texts, lengths, strict=True)
         ]
 
     def _cut_one(self, text: str, limit: int) -> str:
-        """The longest start of `text` that has, with the mark, at most `limit` tokens."""
-        if self.tokenizer.is_fast:
-            offsets = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-            ends = [end for _, end in offsets]
-        else:
-            ids = self._encode(text)
-            ends = [len(self.tokenizer.decode(ids[: n + 1])) for n in range(limit)]
-        for kept in range(min(limit, len(ends)), 0, -1):
-            cut = text[: ends[kept - 1]].rstrip() + TRUNCATION_MARK
-            if len(self._encode(cut)) <= limit:
-                return cut
-        return TRUNCATION_MARK.strip()
+        """The longest start of `text` that has, with the mark, at most `limit` tokens; nothing if not even the mark."""
+        kept, tried = 0, len(text)
+        while kept < tried:
+            middle = (kept + tried + 1) // 2
+            if self._length(text[:middle].rstrip() + TRUNCATION_MARK) <= limit:
+                kept = middle
+            else:
+                tried = middle - 1
+        cut = (text[:kept].rstrip() + TRUNCATION_MARK).lstrip()
+        return cut if self._length(cut) <= limit else ""
 
     def _check_template(self) -> None:
         """Refuse a template that cannot render an observation, and warn once of one that rewrites earlier turns."""

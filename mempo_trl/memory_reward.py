@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .prefix_tree import Branch
-from .protocol import MEMORY_TAGS, find_span
+from .protocol import MEMORY_TAGS, encode_piece, find_span
 from .rollout import Trajectory
 
 
@@ -91,17 +91,20 @@ def build_answer_target(
     gold = gold_answer(answers)
     text = preamble + gold + ANSWER_CLOSING
     start, end = len(preamble), len(preamble) + len(gold)
-    if tokenizer.is_fast:
-        encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
+    ids, offsets = encode_piece(tokenizer, text)
+    if offsets is not None:
+        gold_mask = [first < end and last > start for first, last in offsets]
     else:
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        ends = [len(tokenizer.decode(ids[: n + 1], clean_up_tokenization_spaces=False)) for n in range(len(ids))]
-        offsets = list(zip([0, *ends], ends, strict=False))
-    gold_mask = [first < end and last > start for first, last in offsets]
+        # What is decoded before a token tells where it stands. It does not grow with each byte of a character.
+        before = [str(tokenizer.decode(ids[:n], clean_up_tokenization_spaces=False)) for n in range(len(ids) + 1)]
+        gold_mask = [
+            (before[n].startswith(preamble) or before[n + 1].startswith(preamble + gold[:1]))
+            and not before[n].startswith(preamble + gold)
+            for n in range(len(ids))
+        ]
     if not any(gold_mask):
         raise ValueError(f"The answer {gold!r} has no tokens: remove it from the column `answers`.")
-    return AnswerTarget(list(ids), gold_mask)
+    return AnswerTarget(ids, gold_mask)
 
 
 def memory_branches(

@@ -1,13 +1,17 @@
 """Configuration of `MemPOTrainer`."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from trl import GRPOConfig
 
 from .memory_reward import DEFAULT_ANSWER_PREAMBLE
 from .prefix_tree import Form
 
+
+_A_YEAR = 365 * 24 * 3600
 
 MemoryBaseline = Literal["context", "history", "previous_memory", "none"]
 MemoryFilter = Literal["none", "independent", "joint", "either"]
@@ -70,9 +74,9 @@ class MemPOConfig(GRPOConfig):
         memory_scale (`str`, *optional*, defaults to `"group"`):
             What memory rewards are standardised over: `"group"`, all memories of a question; `"turn"`, those of a
             question in the same turn; `"batch"`, all; `"none"`, as `"group"` but only the mean is subtracted.
-        memory_std_floor (`float`, *optional*, defaults to `1e-6`):
-            Pools of memory rewards with a standard deviation below it get no memory advantage. Raise it (to about
-            `1e-3`) where probabilities are computed in bfloat16.
+        memory_std_floor (`float`, *optional*):
+            Pools of memory rewards with a standard deviation below it are noise and get no memory advantage. If not
+            set, `1e-3` in half precision (`bf16`, which is TRL's default, or `fp16`) and `1e-6` in single precision.
         answer_preamble (`str`, *optional*):
             Text before the answer, when its probability is computed.
 
@@ -125,8 +129,8 @@ class MemPOConfig(GRPOConfig):
         default="group",
         metadata={"help": "What memory rewards are standardised over.", "choices": list(get_args(MemoryScale))},
     )
-    memory_std_floor: float = field(
-        default=1e-6, metadata={"help": "Standard deviation under which a pool gets no memory advantage."}
+    memory_std_floor: float | None = field(
+        default=None, metadata={"help": "Standard deviation under which a pool gets no memory advantage."}
     )
     answer_preamble: str = field(
         default=DEFAULT_ANSWER_PREAMBLE,
@@ -142,25 +146,49 @@ class MemPOConfig(GRPOConfig):
 
     def __post_init__(self):
         for name in ("max_turns", "max_turn_length", "max_observation_length"):
-            _check(self, name, getattr(self, name) >= 1, "at least 1")
+            _check(self, name, _is_count, "a whole number, at least 1")
         for name in ("context_turns", "max_completion_length", "max_malformed_turns", "max_tokens_per_forward"):
-            _check(self, name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1, or None")
-        _check(self, "tool_timeout", self.tool_timeout is None or self.tool_timeout > 0, "more than 0 seconds, or None")
-        _check(self, "memory_coefficient", 0 <= self.memory_coefficient < float("inf"), "0 or more, and finite")
-        _check(self, "memory_filter_threshold", 0 <= self.memory_filter_threshold < 1, "a probability, 0 <= p < 1")
-        _check(self, "memory_std_floor", self.memory_std_floor > 0, "more than 0")
+            _check(self, name, lambda value: value is None or _is_count(value), "a whole number, at least 1, or None")
+        _check(
+            self,
+            "max_tool_calling_iterations",
+            lambda value: value is None or value == 0 or _is_count(value),
+            "a whole number, at least 0, or None",
+        )
+        _check(
+            self,
+            "tool_timeout",
+            lambda seconds: seconds is None or 0 < seconds <= _A_YEAR,
+            "a number of seconds, more than 0 and at most a year, or None for no limit",
+        )
+        _check(self, "memory_coefficient", lambda value: 0 <= value < math.inf, "0 or more, and finite")
+        _check(self, "memory_filter_threshold", lambda value: 0 <= value < 1, "a probability, 0 <= p < 1")
+        _check(self, "memory_std_floor", lambda value: value is None or 0 < value < math.inf, "more than 0, or None")
+        _check(self, "answer_preamble", lambda value: isinstance(value, str), "text")
+        _check(self, "system_prompt", lambda value: value is None or isinstance(value, str), "text, or None")
         for name, choices in (
             ("memory_baseline", get_args(MemoryBaseline)),
             ("memory_filter", get_args(MemoryFilter)),
             ("memory_scale", get_args(MemoryScale)),
             ("prefix_tree_form", get_args(Form)),
         ):
-            _check(self, name, getattr(self, name) in choices, f"one of {', '.join(map(repr, choices))}")
+            _check(self, name, choices.__contains__, f"one of {', '.join(map(repr, choices))}")
         if self.max_completion_length is None:
             self.max_completion_length = self.max_turns * (self.max_turn_length + self.max_observation_length)
         super().__post_init__()
+        if self.memory_std_floor is None:
+            self.memory_std_floor = 1e-3 if self.bf16 or self.fp16 else 1e-6
 
 
-def _check(config: MemPOConfig, name: str, holds: bool, wanted: str) -> None:
-    if not holds:
-        raise ValueError(f"`{name}={getattr(config, name)!r}` is not allowed: it must be {wanted}.")
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _check(config: MemPOConfig, name: str, holds: Callable[[Any], bool], wanted: str) -> None:
+    value = getattr(config, name)
+    try:
+        allowed = holds(value)
+    except TypeError:
+        allowed = False
+    if not allowed:
+        raise ValueError(f"`{name}={value!r}` is not allowed: it must be {wanted}.")

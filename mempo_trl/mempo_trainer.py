@@ -154,6 +154,9 @@ class MemPOTrainer(GRPOTrainer):
                 "Images are not supported: pass the tokenizer of a text model as `processing_class`, not a "
                 f"`{type(processing_class).__name__}`."
             )
+        if processing_class.eos_token_id is None:
+            raise ValueError("`processing_class` has no end-of-turn token: set its `eos_token`.")
+        _check_tools(tools)
         if reward_funcs is None and not _brings_reward(environment_factory):
             reward_funcs = outcome_reward
 
@@ -217,7 +220,7 @@ class MemPOTrainer(GRPOTrainer):
         renderer = None
         if self._tokenizer.chat_template is not None:
             renderer = ObservationRenderer(
-                self._tokenizer, self.eos_token_ids, args.max_observation_length, self.chat_template_kwargs
+                self._tokenizer, self.eos_token_ids, args.max_observation_length, self.chat_template_kwargs, self.tools
             )
         # Special tokens carry no text, unless a vocabulary made one of the protocol's tags special.
         self._silent_ids = {
@@ -250,7 +253,7 @@ class MemPOTrainer(GRPOTrainer):
     def _tokenize_prompts(self, prompts: list):
         if self._loop.renderer is not None and not isinstance(prompts[0], str):
             prompts = [
-                self._loop.renderer.describe_tools(prompt, tools)
+                self._loop.renderer.prompt(prompt, tools)
                 for prompt, tools in zip(prompts, self._tools_of_rows(len(prompts)), strict=True)
             ]
         return super()._tokenize_prompts(prompts)
@@ -290,7 +293,7 @@ class MemPOTrainer(GRPOTrainer):
         if conversational:
             completions = [t.messages or [{"role": "assistant", "content": ""}] for t in self._trajectories]
         else:
-            completions = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+            completions = ["".join(turn.text for turn in t.turns) for t in self._trajectories]
         if self.args.context_turns is not None:
             self._segments = pad(
                 [torch.tensor(t.segments or [-1], device=self.accelerator.device) for t in self._trajectories],
@@ -375,7 +378,8 @@ class MemPOTrainer(GRPOTrainer):
         all_rewards = self.accelerator.gather(rewards)
         group_size = self.num_generations if self.model.training else self.num_generations_eval
         groups = torch.arange(len(all_rewards), device=all_rewards.device) // group_size
-        all_advantages = memory_advantages(all_rewards, groups, self.args.memory_scale, self.args.memory_std_floor)
+        floor = cast(float, self.args.memory_std_floor)
+        all_advantages = memory_advantages(all_rewards, groups, self.args.memory_scale, floor)
         first = self.accelerator.process_index * len(inputs)
         advantages = all_advantages[first : first + len(inputs)]
         self._log_memories(all_rewards, all_advantages, groups, p_memory, p_baseline, scored)
@@ -607,6 +611,18 @@ def _load_tokenizer(model, args: MemPOConfig):
         padding_side="left",
         trust_remote_code=kwargs.get("trust_remote_code", args.trust_remote_code),
     )
+
+
+def _check_tools(tools) -> None:
+    """Raise `ValueError` unless `tools` is `None` or a list of functions with names of their own."""
+    if tools is None:
+        return
+    if not isinstance(tools, list) or not all(callable(tool) for tool in tools):
+        raise ValueError(f"`tools` must be a list of functions, but it is {tools!r}.")
+    names = [getattr(tool, "__name__", type(tool).__name__) for tool in tools]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"`tools` has several functions named {name!r}: rename all but one.")
 
 
 def _brings_reward(environment_factory) -> bool:

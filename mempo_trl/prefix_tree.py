@@ -6,9 +6,9 @@ form a tree. In preorder, with `end[j]` one past the last token that follows tok
 
     j  iff  j <= i < end[j],
 
-so one forward over the packed tree, with that mask and explicit positions, gives the numbers of one forward a sequence.
-Models whose layers cannot be told what to see (sliding windows, linear attention, state spaces, flash attention) get the
-unrolled form: every sequence a row of a padded batch.
+so one forward over the packed tree, with that mask and explicit positions, gives what one forward each gives.
+Models whose layers cannot be told what to see (sliding windows, linear attention, state spaces, flash attention) get
+the unrolled form: every sequence a row of a padded batch.
 """
 
 import inspect
@@ -193,10 +193,10 @@ class BranchScorer:
         pad_token_id: fills up rows; nothing sees it.
         device: where the model takes its inputs.
         unwrap: gives the causal language model inside of a wrapped one (DDP, DeepSpeed).
-        form: `"packed"`, `"unrolled"`, or `"auto"`, packed if the model's configuration allows it and a small tree gives
-            the numbers of the unrolled form.
-        max_tokens: tokens in one forward, padding included; a tree that would exceed it is split by branches. `None` for
-            no limit. A single branch is never split.
+        form: `"packed"`, `"unrolled"`, or `"auto"`, packed if the model's configuration allows it and a small tree
+            gives the numbers of the unrolled form.
+        max_tokens: tokens in one forward, padding included; a tree that would exceed it is split by branches. `None`
+            for no limit. A single branch is never split.
         max_over_processes: the largest of an integer over all processes, which must make equally many forwards.
     """
 

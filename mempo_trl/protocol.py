@@ -199,6 +199,34 @@ def check_trajectory(texts: list[str]) -> list[str]:
     return errors if texts else ["There is no turn."]
 
 
+def encode_piece(tokenizer: "PreTrainedTokenizerBase", text: str) -> tuple[list[int], list[tuple[int, int]] | None]:
+    """Encode text that stands in the middle of a sequence.
+
+    It is encoded behind the end-of-turn token, which is dropped again: tokenizers of the SentencePiece family put a
+    blank before the beginning of a text.
+
+    Args:
+        tokenizer: the tokenizer.
+        text: the text.
+
+    Returns:
+        The ids, and for a fast tokenizer the character positions of each, end exclusive.
+    """
+    if not text:
+        return [], []
+    anchor = tokenizer.eos_token or ""
+    encoding = tokenizer(anchor + text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast)
+    ids = list(encoding["input_ids"])
+    anchored = bool(anchor) and ids[0] == tokenizer.eos_token_id
+    if not anchored:
+        encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast)
+        ids = list(encoding["input_ids"])
+    if not tokenizer.is_fast:
+        return ids[anchored:], None
+    shift = len(anchor) if anchored else 0
+    return ids[anchored:], [(start - shift, end - shift) for start, end in encoding["offset_mapping"][anchored:]]
+
+
 def find_span(
     tokenizer: "PreTrainedTokenizerBase", ids: list[int], open_tag: str, close_tag: str
 ) -> tuple[int, int] | None:

@@ -118,6 +118,11 @@ class Trajectory:
         return self.prompt_ids + [i for turn in self.turns[:index] for i in turn.ids + turn.observation_ids]
 
 
+def _may_call_natively(turn: Turn) -> bool:
+    """Whether a turn may hold calls in the model's own format: no call was read, and none stands inside a section."""
+    return not turn.parsed.tool_calls and turn.text.count("<tool_call>") == len(turn.parsed.requests)
+
+
 class Generate(Protocol):
     """Samples one turn for each context: `(ids, logprobs)`, the latter `None` if the sampler does not tell."""
 
@@ -150,7 +155,7 @@ class AgentLoop:
         max_over_processes: the largest of an integer over all processes.
         equal_sizes: whether the sampler slices by process and needs as many contexts from each.
         parse_native_calls: reads tool calls in the model's own format from `(ids, context, row)`, where the protocol's
-            parser found no action.
+            parser could read none.
     """
 
     renderer: ObservationRenderer | None
@@ -200,9 +205,9 @@ class AgentLoop:
                 if turn.parsed.answer is not None:
                     trajectory.stop_reason = "answer"
                     continue
-                if not turn.parsed.requests and self.parse_native_calls is not None:
+                if self.parse_native_calls is not None and _may_call_natively(turn):
                     context = trajectory.context_ids(number - 1)
-                    turn.parsed.requests += self.parse_native_calls(turn.ids, context, row)
+                    turn.parsed.requests = list(self.parse_native_calls(turn.ids, context, row)) or turn.parsed.requests
                 if not turn.parsed.requests or self.renderer is None:
                     seen = len(trajectory.context_ids(number - 1)) + len(turn.ids)
                     trajectory.stop_reason = "no_action" if turn.ended else self._limit(trajectory, seen)

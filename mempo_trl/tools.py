@@ -5,7 +5,7 @@ import contextlib
 import inspect
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any
@@ -13,17 +13,14 @@ from typing import Any
 from .protocol import ToolCall
 
 
-# What may escape from a tool and still be the tool's own failure. `KeyboardInterrupt` is not: it is the user's.
-_TOOL_ERRORS = (Exception, SystemExit, asyncio.CancelledError)
-
-
 @dataclass
 class ToolResult:
     """What one request was answered with.
 
     Attributes:
-        name: the tool's name, `"unknown"` for a malformed request.
-        text: the observation: the tool's result as a string, or a sentence that begins with "Error:".
+        name: the tool's name, `"unknown"` if there is no such tool.
+        text: the observation: the tool's result as a string, or a sentence that begins with "Error:". Always text that
+            can be encoded.
         failed: whether it is an error.
         malformed: whether the request itself could not be read.
     """
@@ -48,15 +45,23 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         yield
         return
 
+    armed = True
+
     def interrupt(signum, frame):
-        raise TimeoutError(f"no result within {seconds:g} seconds")
+        if armed:
+            raise TimeoutError(f"no result within {seconds:g} seconds")
 
     previous_handler = signal.signal(signal.SIGALRM, interrupt)
-    # Repeated, since a tool that catches every exception in a retry loop would swallow a single one.
-    previous_timer = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    previous_timer = (0.0, 0.0)
     try:
+        # Repeated, since a tool that catches every exception in a retry loop would swallow a single one.
+        previous_timer = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
         yield
     finally:
+        # The signal may come while it is being switched off.
+        while armed:
+            with contextlib.suppress(TimeoutError):
+                armed = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous_handler)
         if previous_timer[0]:
@@ -76,7 +81,7 @@ class ToolRunner:
         self.event_loop = event_loop
 
     def run(self, requests: list[tuple[dict[str, Callable], ToolCall | str]]) -> list[ToolResult]:
-        """Answer every request; never raises what a tool raises.
+        """Answer every request; of what a tool raises, only `KeyboardInterrupt` comes through: it is the user's.
 
         Calls of one tool that carries `.batch(list_of_arguments) -> list_of_results` are answered by a single call, all
         coroutine functions run concurrently, other tools run one after the other, in the order of the requests.
@@ -88,46 +93,62 @@ class ToolRunner:
             One result for each request, in their order.
         """
         results: dict[int, ToolResult] = {}
-        batched: dict[Callable, list[int]] = {}
+        batched: dict[int, list[int]] = {}  # by the tool's identity
         concurrent: list[int] = []
+        calls: dict[int, tuple[Any, ToolCall]] = {}
         for index, (tools, request) in enumerate(requests):
             if isinstance(request, str):
-                results[index] = ToolResult("unknown", f"Error: {request}", failed=True, malformed=True)
-            elif request["name"] not in tools:
+                results[index] = ToolResult("unknown", _clean(f"Error: {request}"), failed=True, malformed=True)
+                continue
+            tool: Any = tools.get(request["name"])
+            if tool is None:
                 known = ", ".join(tools) or "none"
                 text = f"Error: there is no tool named {request['name']!r}. Available tools: {known}."
-                results[index] = ToolResult(request["name"], text, failed=True)
-            elif (reason := _mismatch(tools[request["name"]], request["arguments"])) is not None:
+                results[index] = ToolResult("unknown", _clean(text), failed=True)
+                continue
+            calls[index] = (tool, request)
+            if (reason := _mismatch(tool, request["arguments"])) is not None:
                 results[index] = _failure(request["name"], reason)
-            elif hasattr(tools[request["name"]], "batch"):
-                batched.setdefault(tools[request["name"]], []).append(index)
-            elif inspect.iscoroutinefunction(tools[request["name"]]):
+            elif hasattr(tool, "batch"):
+                batched.setdefault(id(tool), []).append(index)
+            elif inspect.iscoroutinefunction(tool) or inspect.iscoroutinefunction(type(tool).__call__):
                 concurrent.append(index)
             else:
-                results[index] = self._call(tools[request["name"]], request)
+                results[index] = self._call(tool, request)
 
-        calls = {index: request for index, (_, request) in enumerate(requests) if not isinstance(request, str)}
-        for tool, indices in batched.items():
-            results.update(zip(indices, self._call_batch(tool, [calls[i] for i in indices]), strict=True))
+        for indices in batched.values():
+            tool = calls[indices[0]][0]
+            results.update(zip(indices, self._call_batch(tool, [calls[i][1] for i in indices]), strict=True))
         if concurrent:
-            answers = self._call_async([(requests[i][0][calls[i]["name"]], calls[i]) for i in concurrent])
-            results.update(zip(concurrent, answers, strict=True))
+            results.update(zip(concurrent, self._call_async([calls[i] for i in concurrent]), strict=True))
         return [results[index] for index in range(len(requests))]
 
     def _call(self, tool: Callable, call: ToolCall) -> ToolResult:
+        answer: Any
         try:
             with time_limit(self.timeout):
-                return ToolResult(call["name"], str(tool(**call["arguments"])))
-        except _TOOL_ERRORS as error:
+                answer = tool(**call["arguments"])
+                if not inspect.isawaitable(answer):
+                    return _result(call["name"], answer)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit too, and what Rust extensions raise when they panic
             return _failure(call["name"], error)
+
+        async def wait() -> Any:
+            return await answer
+
+        return _result(call["name"], self._await_all([wait])[0])
 
     def _call_batch(self, tool: Any, calls: list[ToolCall]) -> list[ToolResult]:
         try:
             with time_limit(self.timeout):
                 answers = list(tool.batch([call["arguments"] for call in calls]))
+        except KeyboardInterrupt:
+            raise
         except OSError as error:  # the backend is down or too slow (TimeoutError too): asking it again helps nobody
             return [_failure(call["name"], error) for call in calls]
-        except _TOOL_ERRORS as error:
+        except BaseException as error:
             # One rollout's arguments must not fail the others.
             return [self._call(tool, call) for call in calls] if len(calls) > 1 else [_failure(calls[0]["name"], error)]
         if len(answers) != len(calls):
@@ -136,20 +157,42 @@ class ToolRunner:
         return [_result(call["name"], answer) for call, answer in zip(calls, answers, strict=True)]
 
     def _call_async(self, calls: list[tuple[Callable, ToolCall]]) -> list[ToolResult]:
-        async def call_all() -> list[Any]:
-            tasks = [asyncio.wait_for(tool(**call["arguments"]), self.timeout) for tool, call in calls]
-            return await asyncio.gather(*tasks, return_exceptions=True)
+        def started(tool: Callable, call: ToolCall) -> Callable[[], Awaitable[Any]]:
+            async def run() -> Any:
+                return await tool(**call["arguments"])
 
-        if self.event_loop is None:
-            answers = asyncio.run(call_all())
-        else:
-            future = asyncio.run_coroutine_threadsafe(call_all(), self.event_loop)
-            try:
-                # A coroutine that blocks its loop cannot be timed out from inside.
-                answers = future.result(None if self.timeout is None else 2 * self.timeout)
-            except FutureTimeoutError as error:
-                answers = [error] * len(calls)
+            return run
+
+        answers = self._await_all([started(tool, call) for tool, call in calls])
         return [_result(call["name"], answer) for (_, call), answer in zip(calls, answers, strict=True)]
+
+    def _await_all(self, coroutines: list[Callable[[], Awaitable[Any]]]) -> list[Any]:
+        """Run coroutine functions concurrently; what one raises stands in the place of its result."""
+
+        async def guarded(coroutine: Callable[[], Awaitable[Any]]) -> Any:
+            try:
+                return await coroutine()
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:  # `SystemExit` would end the loop's thread
+                return error
+
+        async def all_of_them() -> list[Any]:
+            limited = [asyncio.wait_for(guarded(coroutine), self.timeout) for coroutine in coroutines]
+            return await asyncio.gather(*limited, return_exceptions=True)
+
+        try:
+            if self.event_loop is None:
+                return asyncio.run(all_of_them())
+            future = asyncio.run_coroutine_threadsafe(all_of_them(), self.event_loop)
+            # A coroutine that blocks its loop cannot be timed out from inside.
+            return future.result(None if self.timeout is None else 2 * self.timeout)
+        except KeyboardInterrupt:
+            raise
+        except FutureTimeoutError as error:
+            return [error] * len(coroutines)
+        except BaseException as error:  # a tool that cancels every task of the loop
+            return [error] * len(coroutines)
 
 
 def _mismatch(tool: Callable, arguments: dict[str, Any]) -> TypeError | None:
@@ -163,16 +206,27 @@ def _mismatch(tool: Callable, arguments: dict[str, Any]) -> TypeError | None:
     return None
 
 
+def _clean(text: str) -> str:
+    """Text that can be encoded: lone surrogates, which JSON can spell, become question marks."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 def _result(name: str, answer: Any) -> ToolResult:
-    if isinstance(answer, _TOOL_ERRORS):
+    if isinstance(answer, BaseException):
         return _failure(name, answer)
     try:
-        return ToolResult(name, str(answer))
-    except Exception as error:
+        return ToolResult(name, _clean(str(answer)))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         return _failure(name, error)
 
 
 def _failure(name: str, error: BaseException) -> ToolResult:
+    try:
+        message = str(error)
+    except Exception:
+        message = "an error that cannot be shown"
     if isinstance(error, TimeoutError):
-        return ToolResult(name, f"Error: the tool {name} timed out ({str(error) or 'no result in time'}).", failed=True)
-    return ToolResult(name, f"Error: {type(error).__name__}: {error}", failed=True)
+        return ToolResult(name, _clean(f"Error: the tool {name} timed out ({message or 'no result in time'})."), True)
+    return ToolResult(name, _clean(f"Error: {type(error).__name__}: {message}"), True)

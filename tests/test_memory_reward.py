@@ -131,6 +131,26 @@ def test_gold_tokens_hold_the_gold(name, answer):
         assert held.rstrip("\n").endswith("x.")
 
 
+@pytest.mark.parametrize("errors", ["ignore", "replace"])
+@pytest.mark.parametrize("answer", ["Paris", "é", "Café", "里德学院", "👨‍👩‍👧", "a.", "x\u0301"])
+def test_gold_tokens_of_slow_tokenizers(errors, answer):
+    """A byte is a token: what is decoded grows only with the last byte of a character."""
+
+    class Bytes:
+        is_fast = False
+        eos_token = None
+
+        def __call__(self, text, add_special_tokens=True, return_offsets_mapping=False):
+            return {"input_ids": list(text.encode())}
+
+        def decode(self, ids, **kwargs):
+            return bytes(ids).decode(errors=errors)
+
+    target = build_answer_target(Bytes(), [answer])
+    gold = [i for i, is_gold in zip(target.ids, target.gold_mask, strict=True) if is_gold]
+    assert bytes(gold).decode() == answer
+
+
 def trajectory(tokenizer, *texts, ended=True):
     turns = []
     for n, text in enumerate(texts):

@@ -33,6 +33,16 @@ def make(path, **settings):
         ({"memory_filter_threshold": 1.0}, "memory_filter_threshold=1.0"),
         ({"memory_scale": "rows"}, "memory_scale='rows'.*'group', 'turn', 'batch', 'none'"),
         ({"memory_std_floor": 0.0}, "memory_std_floor=0.0"),
+        ({"max_turns": "3"}, "max_turns='3'"),
+        ({"max_turns": 2.5}, "max_turns=2.5"),
+        ({"max_turns": None}, "max_turns=None"),
+        ({"max_tool_calling_iterations": -1}, "max_tool_calling_iterations=-1.*at least 0"),
+        ({"tool_timeout": float("inf")}, "tool_timeout=inf"),
+        ({"tool_timeout": "5"}, "tool_timeout='5'"),
+        ({"memory_coefficient": "1"}, "memory_coefficient='1'"),
+        ({"answer_preamble": None}, "answer_preamble=None"),
+        ({"system_prompt": 5}, "system_prompt=5"),
+        ({"prefix_tree_form": "dense"}, "prefix_tree_form='dense'"),
         ({"num_generations": 1}, "at least 2 generations"),
     ],
     ids=str,
@@ -46,6 +56,13 @@ def test_the_completion_holds_all_turns_by_default(tmp_path):
     config = make(tmp_path, max_turns=3, max_turn_length=10, max_observation_length=5)
     assert config.max_completion_length == 45
     assert make(tmp_path, max_completion_length=7).max_completion_length == 7
+
+
+def test_the_floor_follows_the_precision(tmp_path):
+    assert make(tmp_path).memory_std_floor == 1e-6
+    half = MemPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=True)
+    assert half.memory_std_floor == 1e-3
+    assert make(tmp_path, memory_std_floor=0.1).memory_std_floor == 0.1
 
 
 def test_every_setting_is_documented():

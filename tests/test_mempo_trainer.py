@@ -332,6 +332,10 @@ def test_unsupported_arguments_are_refused(tmp_path):
         build(tmp_path, rollout_func=lambda prompts, trainer: {})
     with pytest.raises(ValueError, match="Images are not supported"):
         build(tmp_path, {**PLAIN, "image": [b""] * 4})
+    with pytest.raises(ValueError, match="`tools` must be a list of functions"):
+        build(tmp_path, tools=["search"])
+    with pytest.raises(ValueError, match="several functions named 'search'"):
+        build(tmp_path, tools=[search, search])
     with pytest.raises(TypeError, match="`args` must be a `MemPOConfig`, but it is a `GRPOConfig`"):
         MemPOTrainer(tiny_llama(byte_tokenizer()), args=GRPOConfig(str(tmp_path), use_cpu=True, bf16=False))
 

@@ -180,6 +180,21 @@ def test_gradients(name, max_tokens):
             assert error < 1e-3, (parameter, error)
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_adapters_around_a_model_with_absolute_positions(packed):
+    """The wrapper's signature does not tell what the model takes."""
+    from peft import LoraConfig, get_peft_model
+
+    model = make_model("gpt2")
+    adapted = get_peft_model(copy.deepcopy(model), LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
+    trees = a_rollout()
+    scorer = BranchScorer(0, "cpu", unwrap=lambda wrapped: wrapped.get_base_model())
+    for tree, logps in zip(trees, scorer.unit_logps(adapted, trees, packed), strict=True):
+        for branch, values in zip(tree, logps, strict=True):
+            with torch.no_grad():
+                torch.testing.assert_close(values, one_at_a_time(model, branch)[0], atol=1e-4, rtol=1e-4)
+
+
 def test_what_a_configuration_tells():
     tokenizer = byte_tokenizer()
     model = tiny_llama(tokenizer)

@@ -183,6 +183,24 @@ def test_native_calls_are_read_where_the_protocol_finds_none():
     assert "All about x" in trajectories[0].turns[0].observation[0]["content"]
 
 
+def test_native_calls_stand_in_for_malformed_ones_but_not_inside_a_section():
+    native = "<think>t</think><tool_call><function=search></function></tool_call>"
+    quoted = "<mem>I wrote " + call("x") + "</mem><think>t</think>"
+    rows = [[native, ANSWER], [quoted]]
+    tried = []
+
+    def parse(ids, context, row):
+        tried.append(row)
+        return [ToolCall(name="search", arguments={"query": "native"})]
+
+    trajectories, _ = run(rows, parse_native_calls=parse)
+    assert tried == [0]
+    assert "All about native" in trajectories[0].turns[0].observation[0]["content"]
+    assert trajectories[0].malformed_calls == 0
+    assert trajectories[0].turns[0].parsed.errors  # it is still not the protocol's format
+    assert trajectories[1].stop_reason == "no_action"
+
+
 def test_plain_text_prompts_have_one_turn():
     (trajectory,), _ = run([[ASK]], renderer=None)
     assert trajectory.stop_reason == "no_action"

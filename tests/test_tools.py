@@ -252,3 +252,103 @@ def test_outside_the_main_thread_there_is_no_limit():
     thread.start()
     thread.join()
     assert texts(results) == ["3"]
+
+
+class Panic(BaseException):
+    """What Rust extensions raise."""
+
+
+class Unshowable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def raising(error):
+    def tool():
+        raise error
+
+    return tool
+
+
+def raising_async(error):
+    async def tool():
+        raise error
+
+    return tool
+
+
+@pytest.mark.parametrize("error", [Panic("at the disco"), Unshowable(), SystemExit(2), GeneratorExit()], ids=repr)
+@pytest.mark.parametrize("kind", [raising, raising_async])
+@pytest.mark.parametrize("threaded", [False, True])
+def test_everything_that_can_be_raised(error, kind, threaded):
+    loop = asyncio.new_event_loop() if threaded else None
+    if loop:
+        thread = threading.Thread(target=loop.run_forever, daemon=True)
+        thread.start()
+    runner = ToolRunner(timeout=5, event_loop=loop)
+    (result,) = runner.run([({"t": kind(error)}, request("t"))])
+    assert result.failed
+    assert result.text.startswith("Error: ")
+    if loop:
+        assert thread.is_alive()
+        assert texts(runner.run([(TOOLS, request("slowly", text="x"))])) == ["X"]
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+
+
+def test_tools_that_are_asynchronous_in_other_ways():
+    class Callable:
+        async def __call__(self, text: str) -> str:
+            return text.upper()
+
+    def wrapper(text: str):
+        return slowly(text)
+
+    results = ToolRunner().run([({"t": tool}, request("t", text="x")) for tool in (Callable(), wrapper)])
+    assert texts(results) == ["X", "X"]
+
+
+def test_arguments_that_only_the_call_refuses():
+    """`self` fits the signature's keywords and not the method."""
+
+    class Environment:
+        async def look(self, query: str, **options: str) -> str:
+            return query
+
+    (result,) = ToolRunner().run([({"look": Environment().look}, request("look", query="x", **{"self": "1"}))])
+    assert result.failed
+    assert "self" in result.text
+
+
+def test_a_tool_that_cancels_its_loop():
+    async def cancel():
+        for task in asyncio.all_tasks():
+            task.cancel()
+        await asyncio.sleep(1)
+
+    (result,) = ToolRunner(timeout=5).run([({"t": cancel}, request("t"))])
+    assert result.failed
+
+
+def test_the_limit_never_outlives_the_call():
+    """A tool that ends just when its time is up."""
+
+    def spin():
+        end = time.perf_counter() + 0.0005
+        while time.perf_counter() < end:
+            pass
+
+    runner = ToolRunner(timeout=0.0005)
+    before = signal.getsignal(signal.SIGALRM)
+    for _ in range(1500):
+        runner.run([({"t": spin}, request("t"))])
+        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+        assert signal.getsignal(signal.SIGALRM) is before
+
+
+def test_text_can_always_be_encoded():
+    results = ToolRunner().run([({"t": lambda: "a\ud83db"}, request("t")), ({}, request("\ud83d")), ({}, "\ud83d")])
+    for result in results:
+        result.text.encode("utf-8")
+    assert results[0].text == "a?b"
+    assert [result.name for result in results] == ["t", "unknown", "unknown"]

@@ -60,7 +60,16 @@ def prepare_dataset(
     if needs_answers and isinstance(dataset, Dataset):
         for row, answers in enumerate(dataset["answers"]):
             check_answers(answers, f"row {row} of `{name}`")
-    if "prompt" not in columns and "question" in columns:
+    if "prompt" in columns:
+        if needs_prompt and isinstance(dataset, Dataset):
+            for row, prompt in enumerate(dataset["prompt"]):
+                if not prompt:
+                    raise ValueError(f"The column `prompt` is empty in row {row} of `{name}`: remove the row.")
+    elif "question" in columns:
+        if isinstance(dataset, Dataset):
+            for row, question in enumerate(dataset["question"]):
+                if not isinstance(question, str) or not question.strip():
+                    raise ValueError(f"The column `question` holds {question!r} in row {row} of `{name}`: give a text.")
         dataset = dataset.map(lambda example: {"prompt": build_prompt(example["question"], system_prompt)})
     return dataset
 
