@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 # your own torch into `.venv` first, and set TORCH to its version.
 TORCH ?= torch==2.13.0
 
+# Threads that wait for others do not keep a shared core busy.
+export OMP_WAIT_POLICY ?= passive
+
 .PHONY: demo test lint clean
 
 demo: $(VENV)/.installed

@@ -517,6 +517,7 @@ class MemPOTrainer(GRPOTrainer):
                 t.tool_failures,
                 t.malformed_calls,
                 sum(len(turn.observation_ids) for turn in t.turns),
+                *t.token_counts(),
                 *(t.stop_reason == reason for reason in STOP_REASONS),
             ]
             for prompt, ids, mask, t in zip(prompt_ids, completion_ids, tool_mask, self._trajectories, strict=True)
@@ -525,7 +526,7 @@ class MemPOTrainer(GRPOTrainer):
         # Fail clearly if the generation backend returned no completions.
         if table.numel() == 0:
             raise RuntimeError("No completions were generated: the batch is empty.")
-        prompts, lengths, clipped, turns, calls, failures, malformed, observed, *stops = table.unbind(1)
+        prompts, lengths, clipped, turns, calls, failures, malformed, observed, total, peak, *stops = table.unbind(1)
         if self.model.training:
             self.state.num_input_tokens_seen += int((prompts + lengths).sum())
         metrics["num_tokens"] = [self.state.num_input_tokens_seen]
@@ -539,6 +540,8 @@ class MemPOTrainer(GRPOTrainer):
         metrics["completions/clipped_ratio"].append(clipped.mean().item())
         metrics["turns/mean"].append(turns.mean().item())
         metrics["turns/max"].append(turns.max().item())
+        metrics["tokens/total"].append(total.mean().item())
+        metrics["tokens/peak"].append(peak.mean().item())
         for reason, share in zip(STOP_REASONS, stops, strict=True):
             metrics[f"stop/{reason}"].append(share.mean().item())
         if self.tools:

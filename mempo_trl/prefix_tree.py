@@ -218,15 +218,21 @@ class BranchScorer:
         self.max_tokens = max_tokens
         self.max_over_processes = max_over_processes
         self._packs: dict[int, bool] = {}
+        self._cores: dict[int, Any] = {}  # unwrapping takes a walk over all modules
 
     def packs(self, model: Any) -> bool:
         """Whether this model's branches are packed."""
         if self.form != "auto":
             return self.form == "packed"
-        core = self.unwrap(model)
+        core = self._core(model)
         if id(core) not in self._packs:
             self._packs[id(core)] = may_be_packed(core) and self._packing_agrees(model, core)
         return self._packs[id(core)]
+
+    def _core(self, model: Any) -> Any:
+        if id(model) not in self._cores:
+            self._cores[id(model)] = self.unwrap(model)
+        return self._cores[id(model)]
 
     def _packing_agrees(self, model: Any, core: Any) -> bool:
         """Compare both forms on a small tree: some models ignore positions, or a mask over pairs."""
@@ -261,7 +267,7 @@ class BranchScorer:
         packed = self.packs(model) if packed is None else packed
 
         def forward(rows: _Rows) -> tuple[torch.Tensor, torch.Tensor]:
-            inputs = rows.inputs(self.unwrap(model), self.device)
+            inputs = rows.inputs(self._core(model), self.device)
             outputs = model(**inputs, shift_labels=rows.labels.to(self.device), fused_lm_head=True)
             entropy = torch.zeros_like(outputs.log_probs) if outputs.entropy is None else outputs.entropy
             return outputs.log_probs, entropy
@@ -289,7 +295,7 @@ class BranchScorer:
         packed = self.packs(model) if packed is None else packed
 
         def forward(rows: _Rows) -> tuple[torch.Tensor]:
-            core = self.unwrap(model)
+            core = self._core(model)
             inputs = rows.inputs(core, self.device)
             labels = rows.labels.to(self.device)  # (rows, tokens)
             kept = (labels != _IGNORED).any(0).nonzero().squeeze(1)

@@ -113,6 +113,11 @@ class Trajectory:
         first = 0 if self.context_turns is None else max(index - self.context_turns, 0)
         return self.prompt_ids + [i for turn in self.turns[first:index] for i in turn.ids + turn.observation_ids]
 
+    def token_counts(self) -> tuple[int, int]:
+        """Tokens that the model reads and writes in all turns together, and in the largest turn."""
+        steps = [len(self.context_ids(index)) + len(turn.ids) for index, turn in enumerate(self.turns)]
+        return sum(steps), max(steps, default=0)
+
     def history_ids(self, index: int) -> list[int]:
         """The prompt and everything before turn `index`, whether the turn saw it or not."""
         return self.prompt_ids + [i for turn in self.turns[:index] for i in turn.ids + turn.observation_ids]

@@ -66,6 +66,13 @@ def test_rollouts_of_different_lengths():
     assert [m["role"] for m in trajectories[0].messages] == ["assistant", "user", "assistant", "user", "assistant"]
 
 
+def test_counted_tokens():
+    (trajectory,), script = run([[ASK, REMEMBER, ANSWER]], context_turns=1)
+    steps = [len(context) + len(turn) for context, turn in zip(script.contexts[0], script.rows[0], strict=True)]
+    assert trajectory.token_counts() == (sum(steps), max(steps))
+    assert trajectory.context_ids(2) == [*PROMPT, *trajectory.turns[1].ids, *trajectory.turns[1].observation_ids]
+
+
 def test_ids_that_their_own_text_does_not_encode_to_are_kept():
     """ "<mem>" spelled letter by letter: decoding and encoding again gives other ids."""
     spelled = [i for c in "<mem>m</mem>" for i in TOKENIZER(c, add_special_tokens=False)["input_ids"]]

@@ -66,16 +66,6 @@ _NAMES: dict[str, tuple[list[str], list[str]]] = {
 }
 
 
-def _num_names(kind: str) -> int:
-    first, second = _NAMES[kind]
-    return len(first) * len(second)
-
-
-def _name(kind: str, index: int) -> str:
-    first, second = _NAMES[kind]
-    return f"{first[index // len(second)]} {second[index % len(second)]}"
-
-
 @dataclass(frozen=True)
 class _Relation:
     name: str
@@ -148,6 +138,8 @@ class RelayWorld:
         extra_facts (`int`): How many facts that nobody asks for each document also states, as far as its kind of
             entity has relations.
         distractors (`int`): How many documents about entities that no question needs to add to the corpus.
+        max_words (`int`, *optional*): Take first and second names from that many words each. A smaller vocabulary is
+            learned faster, and names run out sooner.
 
     Raises:
         ValueError: If an argument is out of range, the relations cannot form chains that long, or names run out.
@@ -176,11 +168,14 @@ class RelayWorld:
         relations: Collection[str] | None = None,
         extra_facts: int = 0,
         distractors: int = 0,
+        max_words: int | None = None,
     ):
         if isinstance(relations, str):
             relations = [relations]
         if num_questions < 1:
             raise ValueError(f"`num_questions` must be at least 1, got {num_questions}.")
+        if max_words is not None and max_words < 1:
+            raise ValueError(f"`max_words` must be at least 1, got {max_words}.")
         for name, value in (("extra_facts", extra_facts), ("distractors", distractors)):
             if value < 0:
                 raise ValueError(f"`{name}` must not be negative, got {value}.")
@@ -192,6 +187,7 @@ class RelayWorld:
         self.seed = seed
         self._rng = random.Random(seed)
         self._extra_facts = extra_facts
+        self._words = {kind: (first[:max_words], second[:max_words]) for kind, (first, second) in _NAMES.items()}
         self._relations = [relation for relation in _RELATIONS if relations is None or relation.name in relations]
         if not self._relations_from("person", hop_bounds[1]):
             names = [relation.name for relation in self._relations]
@@ -294,8 +290,8 @@ class RelayWorld:
 
     def _new_entity(self, kind: str) -> str:
         """Draw an entity that has no document yet, and count it as one that has."""
-        for index in self._draws(kind, range(_num_names(kind))):
-            if (name := _name(kind, index)) not in self._documented:
+        for index in self._draws(kind, range(self._num_names(kind))):
+            if (name := self._name(kind, index)) not in self._documented:
                 self._documented.add(name)
                 return name
         raise AssertionError("_draws raises when it ends")
@@ -306,14 +302,22 @@ class RelayWorld:
         # Of all the objects that this fact could have, each seed uses every 64th. A checksum rather than `hash`, whose
         # values differ from one process to the next.
         offset = (self.seed + zlib.crc32(f"{subject}|{relation.name}".encode())) % NUM_DISJOINT_SEEDS
-        for index in self._draws(kind, range(offset, _num_names(kind), NUM_DISJOINT_SEEDS)):
-            name = _name(kind, index)
+        for index in self._draws(kind, range(offset, self._num_names(kind), NUM_DISJOINT_SEEDS)):
+            name = self._name(kind, index)
             if name == subject or (documented and name in self._documented):
                 continue
             if documented:
                 self._documented.add(name)
             return Fact(subject, relation.name, name)
         raise AssertionError("_draws raises when it ends")
+
+    def _num_names(self, kind: str) -> int:
+        first, second = self._words[kind]
+        return len(first) * len(second)
+
+    def _name(self, kind: str, index: int) -> str:
+        first, second = self._words[kind]
+        return f"{first[index // len(second)]} {second[index % len(second)]}"
 
     def _draws(self, kind: str, indices: range) -> Iterator[int]:
         for _ in range(1000):
@@ -375,13 +379,16 @@ def expert_trace(
     return messages
 
 
-def vocabulary() -> list[str]:
+def vocabulary(max_words: int | None = None) -> list[str]:
     """All words that names, relations, questions, documents and expert traces are made of.
+
+    Args:
+        max_words (`int`, *optional*): As for `RelayWorld`.
 
     Returns:
         `list[str]`: The words, sorted, without punctuation and tags.
     """
-    words = {word for lists in _NAMES.values() for half in lists for word in half}
+    words = {word for lists in _NAMES.values() for half in lists for word in half[:max_words]}
     for relation in _RELATIONS:
         words.update(relation.name.split())
         words.update(relation.sentence.format(subject="", object="").strip(" .").split())

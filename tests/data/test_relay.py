@@ -243,3 +243,16 @@ class TestExpertTrace:
     def test_memory_loss_is_a_probability(self, world, memory_loss):
         with pytest.raises(ValueError, match="must lie between 0 and 1"):
             expert_trace(world.questions[0], make_search(world), memory_loss)
+
+
+def test_a_smaller_vocabulary():
+    world = RelayWorld(seed=0, num_questions=20, objectives=2, max_words=10)
+    words = set(vocabulary(max_words=10))
+    assert len(words) < len(vocabulary()) / 2
+    for question in world.questions:
+        for fact in (fact for chain in question.chains for fact in chain):
+            assert {*fact.subject.split(), *fact.object.split()} <= words
+    with pytest.raises(ValueError, match="run out"):
+        RelayWorld(seed=0, num_questions=60, objectives=2, max_words=10)
+    with pytest.raises(ValueError, match="`max_words` must be at least 1"):
+        RelayWorld(seed=0, num_questions=1, max_words=0)
