@@ -122,8 +122,8 @@ class ColdStart:
     """
 
     context_turns: int | None = 1
-    objectives: int = 3
-    memory_loss: float = 0.3
+    objectives: int = 2
+    memory_loss: float = 0.5
     max_words: int = 24
     worlds: int = 12
     questions: int = 150
@@ -131,7 +131,7 @@ class ColdStart:
     layers: int = 2
     width: int = 128
     heads: int = 4
-    steps: int = 450
+    steps: int = 600
     batch: int = 64
     learning_rate: float = 3e-3
     seed: int = 0

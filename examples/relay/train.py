@@ -2,7 +2,7 @@
 
     python examples/relay/train.py
 
-A small policy is cold-started on expert traces whose memories lose three facts in ten, so it loses them too. Then
+A small policy is cold-started on expert traces whose memories lose every other fact, so it loses them too. Then
 `MemPOTrainer` trains it with real BM25 search, until it keeps what it found. With `--context-turns 1`, the default, a
 turn sees nothing but the question and the turn before it, so what a memory lacks is lost for good.
 """
@@ -63,10 +63,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cache-dir", type=Path, default=ROOT / ".cache" / "relay", help="of cold-started policies")
     parser.add_argument("--context-turns", type=int, default=1, help="earlier turns that a turn sees; 0: all of them")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=40, help="of MemPOTrainer")
+    parser.add_argument("--cold-start-steps", type=int, default=ColdStart.steps)
+    parser.add_argument("--steps", type=int, default=25, help="of MemPOTrainer")
     parser.add_argument("--questions", type=int, default=8, help="in a step")
     parser.add_argument("--generations", type=int, default=8, help="rollouts of a question")
-    parser.add_argument("--learning-rate", type=float, default=4e-4)
+    parser.add_argument("--learning-rate", type=float, default=6e-4)
     parser.add_argument("--memory-coefficient", type=float, default=1.0)
     parser.add_argument("--held-out", type=int, default=128, help="questions to evaluate on")
     return parser.parse_args()
@@ -78,7 +79,7 @@ def main() -> None:
     set_seed(args.seed)
     args.output_dir.mkdir(parents=True, exist_ok=True)
 
-    settings = ColdStart(context_turns=args.context_turns or None, seed=args.seed)
+    settings = ColdStart(context_turns=args.context_turns or None, steps=args.cold_start_steps, seed=args.seed)
     model, tokenizer = load_or_train(settings, args.cache_dir)
     cold_started = time.perf_counter()
 
@@ -109,11 +110,13 @@ def main() -> None:
             num_generations_eval=1,
             max_steps=args.steps,
             learning_rate=args.learning_rate,
-            lr_scheduler_type="constant_with_warmup",
-            warmup_steps=3,
+            lr_scheduler_type="linear",
             loss_type="grpo",
             context_turns=args.context_turns or None,
             memory_coefficient=args.memory_coefficient,
+            # Once every memory is good, what is left of their differences is noise.
+            memory_std_floor=0.01,
+            temperature=0.7,
             max_turns=6,
             max_turn_length=64,
             max_observation_length=MAX_OBSERVATION_LENGTH,
