@@ -20,11 +20,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 
@@ -141,7 +138,7 @@ class ColdStart:
         return RelayWorld(seed, questions, self.objectives, hops=1, relations=["employer"], max_words=self.max_words)
 
 
-def load_or_train(settings: ColdStart, cache: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
+def load_or_train(settings: ColdStart, cache: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """Take the cold-started policy from the cache, or train it and put it there.
 
     Args:
@@ -152,7 +149,7 @@ def load_or_train(settings: ColdStart, cache: Path) -> tuple[LlamaForCausalLM, P
     key = json.dumps([asdict(settings), source, transformers.__version__, torch.__version__])
     folder = cache / hashlib.sha256(key.encode()).hexdigest()[:16]
     if (folder / "complete").exists():
-        return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        return LlamaForCausalLM.from_pretrained(folder), PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer = build_tokenizer(settings.max_words)
     model = train(settings, tokenizer)
     model.save_pretrained(folder)
@@ -161,7 +158,7 @@ def load_or_train(settings: ColdStart, cache: Path) -> tuple[LlamaForCausalLM, P
     return model, tokenizer
 
 
-def train(settings: ColdStart, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+def train(settings: ColdStart, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """Fine-tune a fresh model on expert traces, with the loss on the policy's own tokens alone."""
     torch.manual_seed(settings.seed)
     rng = random.Random(settings.seed)
@@ -204,7 +201,7 @@ def train(settings: ColdStart, tokenizer: PreTrainedTokenizerBase) -> LlamaForCa
 
 
 def expert_turns(
-    settings: ColdStart, tokenizer: PreTrainedTokenizerBase, rng: random.Random
+    settings: ColdStart, tokenizer: PreTrainedTokenizerFast, rng: random.Random
 ) -> list[tuple[list[int], list[int]]]:
     """Turns of expert traces as `(context, turn)` in token ids, put together as `MemPOTrainer` puts its rollouts."""
     renderer = ObservationRenderer(tokenizer, [tokenizer.eos_token_id], MAX_OBSERVATION_LENGTH)
@@ -222,18 +219,17 @@ def expert_turns(
             return f"Doc 1 (Title: {query})\n{documents[query].text}"
 
         for question in world.questions:
-            prompt = tokenizer.apply_chat_template(
-                build_prompt(question.question, SYSTEM_PROMPT), add_generation_prompt=True, tokenize=False
-            )
+            messages = build_prompt(question.question, SYSTEM_PROMPT)
+            prompt = encode(str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)))
             seen: list[list[int]] = []
             for message in expert_trace(question, look_up, settings.memory_loss, rng):
                 if message["role"] == "assistant":
                     turn = [*encode(message["content"]), tokenizer.eos_token_id]
                     window = seen if settings.context_turns is None else seen[-settings.context_turns :]
-                    turns.append((encode(prompt) + [i for part in window for i in part], turn))
+                    turns.append((prompt + [i for part in window for i in part], turn))
                 else:
                     seen.append(turn + renderer.suffix_ids([message], turn))
             # How memories are judged: an answer from the question and the memory alone.
             memory, closed, rest = message["content"].partition("</mem>")
-            turns.append((encode(prompt) + encode(memory + closed), [*encode(rest), tokenizer.eos_token_id]))
+            turns.append((prompt + encode(memory + closed), [*encode(rest), tokenizer.eos_token_id]))
     return turns
