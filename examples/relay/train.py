@@ -160,8 +160,13 @@ def main() -> None:
     print(f"\n{args.held_out} questions held out from training:\n")
     print(f"{'':24}{'before':>10}{'after':>10}")
     for name, key in SHOWN.items():
-        print(f"{name:24}{before[key]:10.2f}{after[key]:10.2f}")
+        print(f"{name:24}{show(before[key])}{show(after[key])}")
     print(f"\n{summary['seconds']:.0f} seconds. Checkpoint, metrics, learning curve and summary: {args.output_dir}")
+
+
+def show(value: float | None) -> str:
+    """A cell of the table. A policy that writes no memory has no length of memories."""
+    return f"{'–' if value is None else format(value, '.2f'):>10}"
 
 
 def plot(history: list[dict[str, float]], path: Path) -> None:
