@@ -6,7 +6,8 @@ form a tree. In preorder, with `end[j]` one past the last token that follows tok
 
     j  iff  j <= i < end[j],
 
-so one forward over the packed tree, with that mask and explicit positions, gives what one forward each gives.
+so one forward over the packed tree, with that mask and explicit positions, gives what one forward each gives. With
+sdpa the mask of a large tree is a `TreeMask`, which skips what no token sees; flex_attention has a block mask for that.
 Models whose layers cannot be told what to see (sliding windows, linear attention, state spaces, flash attention) get
 the unrolled form: every sequence a row of a padded batch.
 """
@@ -20,6 +21,9 @@ from typing import Any, Literal
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+
+from . import tree_attention
+from .tree_attention import TreeMask
 
 
 logger = logging.getLogger(__name__)
@@ -406,12 +410,14 @@ class _Rows:
         if self.ends is None:
             return {**inputs, "attention_mask": self.mask.to(device)}
         implementation = model.config.get_text_config()._attn_implementation
-        return {**inputs, "attention_mask": _attention_mask(self.ends.to(device), implementation, model.dtype)}
+        tree = TreeMask(self.ends.to(device), self.mask.sum(1).tolist())
+        return {**inputs, "attention_mask": _attention_mask(tree, implementation, model.dtype)}
 
 
-def _attention_mask(ends: torch.Tensor, implementation: str, dtype: torch.dtype) -> Any:
-    """The mask "j <= i < end[j]" in the form that an attention implementation takes; `ends` is (rows, tokens)."""
-    rows, tokens = ends.shape
+def _attention_mask(tree: TreeMask, implementation: str, dtype: torch.dtype) -> Any:
+    """A tree's mask in the form that an attention implementation takes."""
+    rows, _, tokens, _ = tree.shape
+    ends = tree.ends
     if implementation == "flex_attention":
         from torch.nn.attention.flex_attention import create_block_mask
 
@@ -419,13 +425,12 @@ def _attention_mask(ends: torch.Tensor, implementation: str, dtype: torch.dtype)
             return (j <= i) & (i < ends[row, j])
 
         return create_block_mask(sees, rows, None, tokens, tokens, device=str(ends.device))
-    index = torch.arange(tokens, device=ends.device)
-    mask = (index <= index[:, None]) & (index[:, None] < ends[:, None, :])  # (rows, i, j)
+    if implementation == "sdpa" and tokens > tree_attention.CHUNK:
+        return tree
+    mask = tree.dense()
     if implementation == "sdpa":
-        return mask.unsqueeze(1)
-    return (
-        torch.zeros(mask.shape, dtype=dtype, device=ends.device).masked_fill(~mask, torch.finfo(dtype).min).unsqueeze(1)
-    )
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=ends.device).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 def _pad(tensors: list[torch.Tensor], value: int, side: str = "right") -> torch.Tensor:

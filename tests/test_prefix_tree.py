@@ -10,6 +10,7 @@ from support import byte_tokenizer, tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
+from mempo_trl import tree_attention
 from mempo_trl.prefix_tree import Branch, BranchScorer, PrefixTree, evaluation_mode, may_be_packed
 
 
@@ -77,11 +78,13 @@ trees = st.lists(st.lists(branches, min_size=1, max_size=6), min_size=1, max_siz
 LLAMA = make_model("llama")
 
 
-@given(trees, st.sampled_from([None, 12, 30]), st.booleans())
-@settings(max_examples=80, deadline=None)
-def test_random_trees(trees, max_tokens, packed):
+@given(trees, st.sampled_from([None, 12, 30]), st.booleans(), st.sampled_from([4, 512]))
+@settings(max_examples=120, deadline=None)
+def test_random_trees(trees, max_tokens, packed, chunk):
     scorer = BranchScorer(0, "cpu", max_tokens=max_tokens)
-    got = scorer.unit_logps(LLAMA, trees, packed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_attention, "CHUNK", chunk)  # shorter trees get a dense mask
+        got = scorer.unit_logps(LLAMA, trees, packed)
     for tree, logps in zip(trees, got, strict=True):
         for branch, values in zip(tree, logps, strict=True):
             with torch.no_grad():
@@ -130,7 +133,8 @@ def a_rollout(vocabulary=40, turns=4):
     ("name", "implementation"),
     [(name, "eager") for name in ARCHITECTURES] + [(name, "sdpa") for name in ARCHITECTURES if name != "bloom"],
 )
-def test_architectures(name, implementation):
+def test_architectures(name, implementation, monkeypatch):
+    monkeypatch.setattr(tree_attention, "CHUNK", 16)
     model = make_model(name, implementation)
     scorer = BranchScorer(0, "cpu")
     assert scorer.packs(model) == (name in PACKED)
@@ -154,9 +158,10 @@ def test_flex_attention():
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3_text", "bamba"])
-@pytest.mark.parametrize("max_tokens", [None, 60])
-def test_gradients(name, max_tokens):
+@pytest.mark.parametrize(("max_tokens", "chunk"), [(None, 512), (60, 512), (None, 4)])
+def test_gradients(name, max_tokens, chunk, monkeypatch):
     """Log-probabilities, entropies and gradients through TRL's fused head, at a temperature."""
+    monkeypatch.setattr(tree_attention, "CHUNK", chunk)
     temperature = 0.7
     plain = make_model(name)
     fused = copy.deepcopy(plain)
