@@ -39,9 +39,10 @@ class AnswerTarget:
     gold_mask: list[bool]
 
     def after(self, context: list[int]) -> Branch:
-        """The target as the continuation of a context, its gold scored."""
+        """The target as the continuation of a context, its gold scored at temperature 1."""
         first = self.gold_mask.index(True)
-        return Branch(context + self.ids, len(context) + first, len(context) + first + sum(self.gold_mask))
+        start, end = len(context) + first, len(context) + first + sum(self.gold_mask)
+        return Branch(context + self.ids, start, end, unit_temperature=True)
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,9 @@ def build_answer_target(
         ]
     if not any(gold_mask):
         raise ValueError(f"The answer {gold!r} has no tokens: remove it from the column `answers`.")
-    return AnswerTarget(ids, gold_mask)
+    # A token inside that covers no character, as a tokenizer may have for a piece of one, is the gold's too.
+    first, last = gold_mask.index(True), len(gold_mask) - gold_mask[::-1].index(True)
+    return AnswerTarget(ids, [first <= n < last for n in range(len(ids))])
 
 
 def memory_branches(
@@ -118,8 +121,8 @@ def memory_branches(
         tokenizer: the policy's tokenizer.
         trajectory: the rollout.
         baseline: `"context"`, what the policy saw before it wrote the memory; `"history"`, everything before the turn,
-            whether the policy saw it or not;
-            `"previous_memory"`, the latest memory of an earlier turn, or the bare prompt if there is none; `"none"`.
+            whether the policy saw it or not; `"previous_memory"`, the latest memory of an earlier turn, or the bare
+            prompt if there is none; `"none"`.
         room: tokens that a context may have, so that the target still fits into the model's context. A longer one loses
             what comes first after the prompt. `None` for no limit.
     """
@@ -237,7 +240,7 @@ def score_memories(
     """
     own = threshold if mode == "independent" else None
     kept = gold_mask
-    if mode in ("joint", "either"):
+    if mode != "independent":
         kept = filter_gold(logps_memory, logps_baseline, gold_mask, mode, threshold)
     p_baseline = None if logps_baseline is None else answer_probability(logps_baseline, kept, own)
     return answer_probability(logps_memory, kept, own), p_baseline

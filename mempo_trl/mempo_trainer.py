@@ -205,6 +205,7 @@ class MemPOTrainer(GRPOTrainer):
             )
         self._trajectories: list[Trajectory] = []
         self._segments: torch.Tensor | None = None  # of the rows that log-probabilities are being taken of
+        self._memory_pass: _MemoryPass | None = None  # of the batch that is being generated
         self._loop = self._make_loop()
         self._scorer = BranchScorer(
             self._tokenizer.pad_token_id,
@@ -213,6 +214,7 @@ class MemPOTrainer(GRPOTrainer):
             form=cast(Form, args.prefix_tree_form),
             max_tokens=args.max_tokens_per_forward,
             max_over_processes=self._max_over_processes,
+            temperature=self.temperature,
         )
 
     def _make_loop(self) -> AgentLoop:
@@ -349,25 +351,31 @@ class MemPOTrainer(GRPOTrainer):
         if self._needs_answers:
             for example in inputs:
                 check_answers(example.get("answers"), "this batch")
-        with self._using_segments(None):
-            output = super()._generate_and_score_completions(inputs)
-            if self._segments is not None:
-                output["segments"] = self._segments
+        self._memory_pass = None
         if self._memory_coefficient > 0:
-            output["advantages"] = self._add_memory_advantages(inputs, output)
+            preamble = self.args.answer_preamble
+            targets = [build_answer_target(self._tokenizer, example["answers"], preamble) for example in inputs]
+            self._memory_pass = _MemoryPass(targets)
+        try:
+            with self._using_segments(None):
+                output = super()._generate_and_score_completions(inputs)
+                if self._segments is not None:
+                    output["segments"] = self._segments
+            if self._memory_pass is not None:
+                output["advantages"] = self._add_memory_advantages(inputs, output, self._memory_pass)
+        finally:
+            self._memory_pass = None
         return output
 
-    def _add_memory_advantages(self, inputs, output) -> torch.Tensor:
+    def _add_memory_advantages(self, inputs, output, memory_pass: "_MemoryPass") -> torch.Tensor:
         """Turn the outcome advantages, shape (rows,), into token-level ones, shape (rows, completion tokens)."""
         completion_ids = output["completion_ids"]
-        targets = [
-            build_answer_target(self._tokenizer, example["answers"], self.args.answer_preamble) for example in inputs
-        ]
-        scored = [
-            memory_branches(self._tokenizer, trajectory, self.args.memory_baseline, self._room_before(target))
-            for trajectory, target in zip(self._trajectories, targets, strict=True)
-        ]
-        p_memory, p_baseline = self._score_memories(targets, scored)
+        if memory_pass.logps is None:
+            trees = self._lay_out_memories(memory_pass)
+            with evaluation_mode(self.model), self.accelerator.autocast():
+                memory_pass.logps = self._scorer.unit_logps(self.model, trees)
+        scored = memory_pass.scored
+        p_memory, p_baseline = self._probabilities(scored, memory_pass.logps)
         rewards = memory_rewards(p_memory, None if self.args.memory_baseline == "none" else p_baseline)
         turn_ids = torch.full_like(completion_ids, -1)
         for row, memories in enumerate(scored):
@@ -390,20 +398,25 @@ class MemPOTrainer(GRPOTrainer):
         length = self._loop.max_context_length
         return None if length is None else max(length - len(target.ids), 1)
 
-    def _score_memories(
-        self, targets: list[AnswerTarget], scored: list[list[MemoryBranches]]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """P of all memories and of their baselines, shape (rows, turns) each, NaN where there is none.
+    def _lay_out_memories(self, memory_pass: "_MemoryPass") -> list[list[Branch]]:
+        """Find the memories of the rollouts; for each rollout, the target after each memory, then after each baseline.
 
-        A row's sequences are one prefix tree and one forward.
+        A rollout's sequences are one prefix tree and one forward.
         """
-        trees = [
+        memory_pass.scored = [
+            memory_branches(self._tokenizer, trajectory, self.args.memory_baseline, self._room_before(target))
+            for trajectory, target in zip(self._trajectories, memory_pass.targets, strict=True)
+        ]
+        return [
             [target.after(memory.memory) for memory in memories]
             + [target.after(memory.baseline) for memory in memories if memory.baseline is not None]
-            for target, memories in zip(targets, scored, strict=True)
+            for target, memories in zip(memory_pass.targets, memory_pass.scored, strict=True)
         ]
-        with evaluation_mode(self.model), self.accelerator.autocast():
-            logps = self._scorer.unit_logps(self.model, trees)
+
+    def _probabilities(
+        self, scored: list[list[MemoryBranches]], logps: list[list[torch.Tensor]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """P of all memories and of their baselines, shape (rows, turns) each, NaN where there is none."""
         p_memory = torch.full((len(scored), self.args.max_turns), torch.nan, device=self.accelerator.device)
         p_baseline = p_memory.clone()
         for row, memories in enumerate(scored):
@@ -424,7 +437,43 @@ class MemPOTrainer(GRPOTrainer):
                 p_baseline[row, turns] = baseline
         return p_memory, p_baseline
 
-    # --- Log-probabilities of a windowed policy -----------------------------------------------------------------
+    def _policy_and_memories(self, memory_pass: "_MemoryPass", shape: tuple[int, int]) -> torch.Tensor:
+        """Score the memories in the forwards that TRL's `old_per_token_logps`, shape (rows, tokens), need anyway.
+
+        A rollout and the sequences that judge its memories are one prefix tree. As those are, the rollout is scored
+        without dropout, as it was sampled.
+        """
+        memories = self._lay_out_memories(memory_pass)
+        policy = [self._policy_branches(trajectory) for trajectory in self._trajectories]
+        trees = [branches + tree for (branches, _), tree in zip(policy, memories, strict=True)]
+        with evaluation_mode(self.model), self.accelerator.autocast():
+            logps, _, _ = self._scorer.logps_and_entropies(self.model, trees, one_tree_each=True)
+        old = torch.zeros(shape, device=self.accelerator.device)
+        memory_pass.logps = []
+        for row, (branches, columns) in enumerate(policy):
+            if branches:
+                old[row, columns] = torch.cat(logps[row][: len(branches)]).float()
+            memory_pass.logps.append(logps[row][len(branches) :])
+        return old
+
+    def _policy_branches(self, trajectory: Trajectory) -> tuple[list[Branch], list[int]]:
+        """The branches that score what a rollout sampled, and the columns of their tokens in the completion."""
+        prompt, completion = trajectory.prompt_ids, trajectory.completion_ids
+        if self.args.context_turns is not None:
+            return turn_branches(prompt, completion, trajectory.segments, self.args.context_turns)
+        if not completion:
+            return [], []
+        return [Branch(prompt + completion, len(prompt))], list(range(len(completion)))
+
+    def _is_policy(self, model) -> bool:
+        """Whether a model is the one being trained, and not the reference that its adapters are switched off for."""
+        core = self.accelerator.unwrap_model(model)
+        if model is not self.model or not is_peft_model(core):
+            return model is self.model
+        status = core.get_model_status()
+        return status.enabled is True and "ref" not in status.active_adapters
+
+    # --- Log-probabilities --------------------------------------------------------------------------------------
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -437,6 +486,13 @@ class MemPOTrainer(GRPOTrainer):
         compute_aux_loss=False,
         **kwargs,
     ):
+        if (
+            self._memory_pass is not None
+            and self._memory_pass.logps is None
+            and self._is_policy(model)
+            and self._scorer.mixes_temperatures(model)
+        ):
+            return self._policy_and_memories(self._memory_pass, (len(input_ids), logits_to_keep)), None, None
         if self._segments is None:
             return super()._get_per_token_logps_and_entropies(
                 model,
@@ -574,6 +630,22 @@ class MemPOTrainer(GRPOTrainer):
         # Questions whose memories are all alike teach nothing about memory.
         silent = [not bool(advantages[groups == group].any()) for group in groups.unique()]
         metrics["memory/frac_zero_std"].append(sum(silent) / len(silent))
+
+
+@dataclasses.dataclass
+class _MemoryPass:
+    """How the memories of a batch are scored.
+
+    Attributes:
+        targets: for each rollout, the answer that its memories should make probable.
+        scored: for each rollout, its memories.
+        logps: for each rollout, log-probabilities of the gold's tokens after each memory, then after each baseline;
+            `None` as long as nothing has been scored.
+    """
+
+    targets: list[AnswerTarget]
+    scored: list[list[MemoryBranches]] = dataclasses.field(default_factory=list)
+    logps: list[list[torch.Tensor]] | None = None
 
 
 def turn_branches(

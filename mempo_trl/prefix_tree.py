@@ -15,7 +15,7 @@ the unrolled form: every sequence a row of a padded batch.
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -43,11 +43,13 @@ class Branch:
         ids: token ids, from the beginning of the context to the end of the scored part.
         start: index of the first scored token, at least 1.
         end: one past the last scored token; `None` for all.
+        unit_temperature: whether TRL's fused head is to score it at temperature 1, whatever its own temperature.
     """
 
     ids: Sequence[int]
     start: int
     end: int | None = None
+    unit_temperature: bool = False
 
     @property
     def scored(self) -> range:
@@ -55,14 +57,17 @@ class Branch:
         return range(self.start, len(self.ids) if self.end is None else self.end)
 
 
+_Label = tuple[int, bool]  # a token, and whether it is scored at temperature 1
+
+
 @dataclass
 class _Node:
-    """A run of tokens without a fork. `labels[n]` are the tokens scored right after token n, in order of first use."""
+    """A run of tokens without a fork. `labels[n]` are what is scored right after token n, in order of first use."""
 
     ids: list[int]
     position: int
     children: dict[int, "_Node"] = field(default_factory=dict)
-    labels: dict[int, list[int]] = field(default_factory=dict)
+    labels: dict[int, list[_Label]] = field(default_factory=dict)
 
     def split(self, at: int) -> None:
         """Keep the first `at` tokens; the others become the only child."""
@@ -80,6 +85,7 @@ class PrefixTree:
         ids, positions: token ids and their positions, shape (tokens,).
         ends: one past the last token that sees a token, shape (tokens,).
         labels: the token scored at each position, or −100, shape (tokens,).
+        units: whether it is scored at temperature 1, shape (tokens,).
         slots: for each branch the positions at which its scored tokens are predicted, in order.
     """
 
@@ -88,6 +94,7 @@ class PrefixTree:
         self._positions: list[int] = []
         self._ends: list[int] = []
         self._labels: list[int] = []
+        self._units: list[bool] = []
         root = _Node([], 0)
         for branch in branches:
             _insert(root, branch.ids)
@@ -96,18 +103,19 @@ class PrefixTree:
                 labels = node.labels.setdefault(index, [])
                 if scored not in labels:
                     labels.append(scored)
-        places: dict[tuple[int, int, int], int] = {}
+        places: dict[tuple[int, int, _Label], int] = {}
         self._emit(root, places)
         self.slots = [[places[id(node), index, label] for node, index, label in _steps(root, b)] for b in branches]
         self.ids = torch.tensor(self._ids, dtype=torch.long)
         self.positions = torch.tensor(self._positions, dtype=torch.long)
         self.ends = torch.tensor(self._ends, dtype=torch.long)
         self.labels = torch.tensor(self._labels, dtype=torch.long)
+        self.units = torch.tensor(self._units, dtype=torch.bool)
 
     def __len__(self) -> int:
         return len(self._ids)
 
-    def _emit(self, node: _Node, places: dict[tuple[int, int, int], int]) -> None:
+    def _emit(self, node: _Node, places: dict[tuple[int, int, _Label], int]) -> None:
         first = len(self._ids)
         for index, token in enumerate(node.ids):
             self._add(token, node.position + index, node.labels.get(index, [])[:1])
@@ -122,10 +130,12 @@ class PrefixTree:
                 places[id(node), index, label] = len(self._ids)
                 self._add(node.ids[index], node.position + index, [label])
 
-    def _add(self, token: int, position: int, label: list[int]) -> None:
+    def _add(self, token: int, position: int, labels: list[_Label]) -> None:
+        label, unit = labels[0] if labels else (_IGNORED, False)
         self._ids.append(token)
         self._positions.append(position)
-        self._labels.append(label[0] if label else _IGNORED)
+        self._labels.append(label)
+        self._units.append(unit)
         self._ends.append(len(self._ids))
 
 
@@ -150,14 +160,14 @@ def _common(ids: list[int], other: Sequence[int], offset: int) -> int:
     return next(n for n in range(most) if ids[n] != other[offset + n])
 
 
-def _steps(root: _Node, branch: Branch) -> Iterator[tuple[_Node, int, int]]:
-    """For each scored token of a branch: the node and the index in it of the token before, and the token itself."""
+def _steps(root: _Node, branch: Branch) -> Iterator[tuple[_Node, int, _Label]]:
+    """For each scored token of a branch: the node and the index in it of the token before, and what is scored."""
     node, at = root, 0
     wanted = branch.scored
     while at < len(branch.ids):
         node = node.children[branch.ids[at]]
         for predicted in range(max(wanted.start, at + 1), min(wanted.stop, at + len(node.ids) + 1)):
-            yield node, predicted - 1 - at, branch.ids[predicted]
+            yield node, predicted - 1 - at, (branch.ids[predicted], branch.unit_temperature)
         at += len(node.ids)
 
 
@@ -171,6 +181,22 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def _scaled_hidden_states(core: Any, scale: torch.Tensor) -> Iterator[None]:
+    """Multiply the hidden states that the head of a model gets; `scale` is (rows, tokens)."""
+
+    def multiply(module, args, output):
+        states = output.last_hidden_state
+        output.last_hidden_state = (states.float() * scale.unsqueeze(-1)).to(states.dtype)
+        return output
+
+    handle = core.base_model.register_forward_hook(multiply)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def may_be_packed(model: Any) -> bool:
@@ -202,6 +228,7 @@ class BranchScorer:
         max_tokens: tokens in one forward, padding included; a tree that would exceed it is split by branches. `None`
             for no limit. A single branch is never split.
         max_over_processes: the largest of an integer over all processes, which must make equally many forwards.
+        temperature: what TRL's fused head divides logits by.
     """
 
     def __init__(
@@ -212,6 +239,7 @@ class BranchScorer:
         form: Form = "auto",
         max_tokens: int | None = None,
         max_over_processes: Callable[[int], int] = int,
+        temperature: float = 1.0,
     ):
         if form not in ("auto", "packed", "unrolled"):
             raise ValueError(f"Unknown `form` {form!r}: choose 'auto', 'packed' or 'unrolled'.")
@@ -221,6 +249,7 @@ class BranchScorer:
         self.form = form
         self.max_tokens = max_tokens
         self.max_over_processes = max_over_processes
+        self.temperature = temperature
         self._packs: dict[int, bool] = {}
         self._cores: dict[int, Any] = {}  # unwrapping takes a walk over all modules
 
@@ -253,15 +282,32 @@ class BranchScorer:
         tolerance = 1e-3 if exact else 0.1
         return bool(torch.allclose(packed, unrolled, atol=tolerance, rtol=tolerance))
 
+    def mixes_temperatures(self, model: Any) -> bool:
+        """Whether branches at temperature 1 and at that of TRL's fused head can be scored by the same forward.
+
+        The head sees hidden states, and multiplying them by the temperature undoes its division, if it is linear.
+        """
+        core = self._core(model)
+        if self.temperature == 1:
+            return True
+        linear = getattr(core.get_output_embeddings(), "bias", None) is None
+        return linear and getattr(core.config.get_text_config(), "final_logit_softcapping", None) is None
+
     def logps_and_entropies(
-        self, model: Any, trees: Sequence[Sequence[Branch]], packed: bool | None = None
+        self,
+        model: Any,
+        trees: Sequence[Sequence[Branch]],
+        packed: bool | None = None,
+        one_tree_each: bool = False,
     ) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]], torch.Tensor]:
         """Log-probabilities and entropies of the scored tokens, at the temperature of TRL's fused head, with gradients.
 
         Args:
             model: a model with TRL's fused head (`trl.trainer.utils.add_fused_lm_head`), wrapped or not.
-            trees: groups of branches. Prefixes are shared within a group.
+            trees: groups of branches. Prefixes are shared within a group. Branches of `unit_temperature` need a head
+                that `mixes_temperatures`.
             packed: overrules `form`.
+            one_tree_each: make each group a forward of its own, rather than as few forwards as the budget allows.
 
         Returns:
             For each group, for each branch, tensors of shape (scored tokens,), log-probabilities and entropies; and a
@@ -271,12 +317,15 @@ class BranchScorer:
         packed = self.packs(model) if packed is None else packed
 
         def forward(rows: _Rows) -> tuple[torch.Tensor, torch.Tensor]:
-            inputs = rows.inputs(self._core(model), self.device)
-            outputs = model(**inputs, shift_labels=rows.labels.to(self.device), fused_lm_head=True)
+            core = self._core(model)
+            inputs = rows.inputs(core, self.device)
+            scale = torch.where(rows.units, self.temperature, 1.0).to(self.device)
+            with _scaled_hidden_states(core, scale) if self.temperature != 1 and rows.units.any() else nullcontext():
+                outputs = model(**inputs, shift_labels=rows.labels.to(self.device), fused_lm_head=True)
             entropy = torch.zeros_like(outputs.log_probs) if outputs.entropy is None else outputs.entropy
             return outputs.log_probs, entropy
 
-        results, zero = self._run(trees, packed, forward)
+        results, zero = self._run(trees, packed, forward, one_tree_each)
         return [[b[0] for b in tree] for tree in results], [[b[1] for b in tree] for tree in results], zero
 
     @torch.no_grad()
@@ -332,7 +381,7 @@ class BranchScorer:
         return results, zero
 
     def _spare(self, packed: bool) -> tuple[list[tuple[int, int]], "_Rows"]:
-        """A forward whose results nobody wants, while another process has more to do."""
+        """A forward whose results nobody wants, so that every process makes as many."""
         rows = (_pack if packed else _unroll)([[Branch([0, 0], 1)]], self.pad_token_id)
         rows.places.clear()
         return [], rows
@@ -349,6 +398,8 @@ class BranchScorer:
             return members, arrange(parts, self.pad_token_id)
 
         for tree, branches in enumerate(trees):
+            if one_tree_each and not branches:
+                yield self._spare(packed)
             for part in self._split(branches, packed):
                 if batch and (one_tree_each or not self._fits([*batch, (tree, part)], trees, packed)):
                     yield close()
@@ -389,7 +440,7 @@ class _Rows:
     """A batch for one forward: either packed trees, with the ends of what sees each token, or plain sequences.
 
     Attributes:
-        ids, positions, labels: shape (rows, tokens).
+        ids, positions, labels, units: as in `PrefixTree`, shape (rows, tokens).
         ends: as in `PrefixTree`, shape (rows, tokens); `None` for plain sequences.
         mask: 1 on tokens, 0 on padding, shape (rows, tokens).
         places: for each branch its row and the positions at which its scored tokens are predicted.
@@ -398,6 +449,7 @@ class _Rows:
     ids: torch.Tensor
     positions: torch.Tensor
     labels: torch.Tensor
+    units: torch.Tensor
     ends: torch.Tensor | None
     mask: torch.Tensor
     places: list[tuple[int, torch.Tensor]]
@@ -448,6 +500,7 @@ def _pack(parts: Sequence[Sequence[Branch]], pad_token_id: int) -> _Rows:
         ids=ids,
         positions=_pad([tree.positions for tree in trees], 0),
         labels=_pad([tree.labels for tree in trees], _IGNORED),
+        units=_pad([tree.units for tree in trees], False),
         ends=ends,
         mask=_pad([torch.ones_like(tree.ids) for tree in trees], 0),
         places=[(row, torch.tensor(slots, dtype=torch.long)) for row, tree in enumerate(trees) for slots in tree.slots],
@@ -469,6 +522,7 @@ def _unroll(parts: Sequence[Sequence[Branch]], pad_token_id: int) -> _Rows:
         ids=_pad(sequences, pad_token_id, "left"),
         positions=(mask.cumsum(1) - 1).clamp(min=0),
         labels=_pad(labels, _IGNORED, "left"),
+        units=torch.tensor([[branch.unit_temperature] for branch in branches]).expand(-1, width),
         ends=None,
         mask=mask,
         places=places,

@@ -110,8 +110,7 @@ class Trajectory:
 
     def context_ids(self, index: int) -> list[int]:
         """What turn `index` saw; the context of the next turn for `index = len(turns)`."""
-        first = 0 if self.context_turns is None else max(index - self.context_turns, 0)
-        return self.prompt_ids + [i for turn in self.turns[first:index] for i in turn.ids + turn.observation_ids]
+        return self._after_prompt(0 if self.context_turns is None else max(index - self.context_turns, 0), index)
 
     def token_counts(self) -> tuple[int, int]:
         """Tokens that the model reads and writes in all turns together, and in the largest turn."""
@@ -120,7 +119,11 @@ class Trajectory:
 
     def history_ids(self, index: int) -> list[int]:
         """The prompt and everything before turn `index`, whether the turn saw it or not."""
-        return self.prompt_ids + [i for turn in self.turns[:index] for i in turn.ids + turn.observation_ids]
+        return self._after_prompt(0, index)
+
+    def _after_prompt(self, first: int, last: int) -> list[int]:
+        """The prompt and turns `first` to `last − 1` with their observations."""
+        return self.prompt_ids + [i for turn in self.turns[first:last] for i in turn.ids + turn.observation_ids]
 
 
 def _may_call_natively(turn: Turn) -> bool:

@@ -1,6 +1,7 @@
 """Packed, unrolled, and one sequence at a time give the same numbers."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -200,6 +201,35 @@ def test_adapters_around_a_model_with_absolute_positions(packed):
                 torch.testing.assert_close(values, one_at_a_time(model, branch)[0], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 1.7])
+def test_two_temperatures_in_one_forward(packed, temperature):
+    """The same tokens after the same tokens, once at the head's temperature and once at 1."""
+    model = make_model("llama")
+    plain = copy.deepcopy(model)
+    add_fused_lm_head(model, temperature=temperature, outputs=("log_probs", "entropy"))
+    scorer = BranchScorer(0, "cpu", temperature=temperature)
+    assert scorer.mixes_temperatures(model)
+    tree = [branch for branch in a_rollout()[0] for _ in range(2)]
+    tree = [dataclasses.replace(branch, unit_temperature=bool(n % 2)) for n, branch in enumerate(tree)]
+    with torch.no_grad():
+        logps = scorer.logps_and_entropies(model, [tree], packed)[0][0]
+        for branch, values in zip(tree, logps, strict=True):
+            wanted = one_at_a_time(plain, branch, 1.0 if branch.unit_temperature else temperature)[0]
+            torch.testing.assert_close(values, wanted, atol=1e-4, rtol=1e-4)
+    assert not model.model._forward_hooks
+
+
+def test_heads_that_are_not_linear_do_not_mix_temperatures():
+    model = make_model("llama")
+    model.config.final_logit_softcapping = 30.0
+    assert not BranchScorer(0, "cpu", temperature=0.5).mixes_temperatures(model)
+    assert BranchScorer(0, "cpu").mixes_temperatures(model)
+    model = make_model("llama")
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(40))
+    assert not BranchScorer(0, "cpu", temperature=0.5).mixes_temperatures(model)
+
+
 def test_what_a_configuration_tells():
     tokenizer = byte_tokenizer()
     model = tiny_llama(tokenizer)
@@ -248,6 +278,9 @@ def test_processes_make_as_many_forwards(packed):
     calls.clear()
     assert behind.unit_logps(model, [[], []], packed) == [[], []]
     assert len(calls) == 5
+    calls.clear()
+    BranchScorer(0, "cpu").unit_logps(model, [[], trees[0], []], packed)
+    assert len(calls) == 3  # what a rollout holds does not change how many there are
     logps, _, zero = behind.logps_and_entropies(model, [[]], packed)
     assert logps == [[]]
     zero.backward()  # a process without any rollout has a backward all the same

@@ -215,6 +215,54 @@ def test_rows_keep_their_structure_when_shuffled_and_split(tmp_path):
     assert max(seen) < 1e-5
 
 
+@pytest.mark.parametrize("context_turns", [None, 1])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("form", ["packed", "unrolled"])
+def test_old_log_probabilities_and_memories_take_one_forward(tmp_path, context_turns, temperature, form):
+    options = {"context_turns": context_turns, "temperature": temperature, "prefix_tree_form": form}
+    trainer = make_trainer(tmp_path, num_iterations=2, **options)
+    rows = []
+    trainer.model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    output = score(trainer)
+    assert len(rows) == len(ROWS)
+    sampled = (output["completion_mask"] * output["tool_mask"]).bool()
+    logps, _ = policy_logps(trainer, output)
+    torch.testing.assert_close(output["old_per_token_logps"][sampled], logps[sampled], atol=1e-5, rtol=0)
+    # Where the old ones are not needed, the memories are scored alone, by the model's own logits.
+    alone = score(make_trainer(tmp_path, **options))
+    assert "old_per_token_logps" not in alone
+    torch.testing.assert_close(output["advantages"], alone["advantages"], atol=2e-3, rtol=1e-3)
+
+
+def test_a_head_that_is_not_linear_takes_two_forwards(tmp_path):
+    model = tiny_llama(byte_tokenizer())
+    trainer = make_trainer(tmp_path, num_iterations=2, temperature=0.7, model=model)
+    model.config.final_logit_softcapping = 30.0  # TRL's head read it before, so the numbers stay
+    assert trainer._scorer.packs(trainer.model)
+    calls = []
+    trainer.model.register_forward_pre_hook(lambda module, args: calls.append(1))
+    output = score(trainer)
+    assert len(calls) == 1 + len(ROWS)
+    alone = score(make_trainer(tmp_path, temperature=0.7))
+    torch.testing.assert_close(output["advantages"], alone["advantages"])
+
+
+def test_adapters_old_log_probabilities_are_not_the_references(tmp_path):
+    from peft import LoraConfig
+
+    adapters = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
+    trainer = make_trainer(tmp_path, beta=0.1, peft_config=adapters)  # the reference is asked for first
+    output = score(trainer)
+    alone = score(make_trainer(tmp_path, beta=0.1, peft_config=adapters, num_iterations=2))
+    sampled = (output["completion_mask"] * output["tool_mask"]).bool()
+    policy, _ = policy_logps(trainer, output)
+    assert (policy - output["ref_per_token_logps"])[sampled].abs().max() > 0.01
+    torch.testing.assert_close(output["ref_per_token_logps"], alone["ref_per_token_logps"], atol=1e-5, rtol=0)
+    assert (alone["old_per_token_logps"] - alone["ref_per_token_logps"])[sampled].abs().max() > 0.01
+
+
 def test_reference_model_and_adapters(tmp_path):
     from peft import LoraConfig
 
