@@ -5,8 +5,9 @@
 N = turns − 1 memories are scored, each against its context: 2N sequences. They are run
 
 - packed: as `MemPOTrainer` does, one prefix tree;
-- padded: one padded batch of 2N sequences, what the reference implementation does;
-- sorted: one sequence at a time, shortest first, no padding at all.
+- reference: one padded batch of 2N sequences and the logits of all of its positions, as the reference implementation;
+- padded: the same batch, but no other logits than the target's;
+- sorted: one sequence at a time, shortest first, no padding at all, and no other logits than the target's.
 """
 
 import torch
@@ -53,6 +54,17 @@ def main() -> None:
         return torch.stack(scorer.unit_logps(model, [branches], packed=False)[0])
 
     @torch.no_grad()
+    def reference() -> torch.Tensor:
+        width = max(len(branch.ids) for branch in branches)
+        rows = [[0] * (width - len(branch.ids)) + list(branch.ids) for branch in branches]
+        ids = torch.tensor(rows, device=args.device)
+        mask = torch.tensor([[int(n >= width - len(b.ids)) for n in range(width)] for b in branches]).to(args.device)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        logps = logits[:, -args.target - 1 : -1].float().log_softmax(-1)
+        return logps.gather(-1, ids[:, -args.target :, None]).squeeze(-1)
+
+    @torch.no_grad()
     def one_by_one() -> torch.Tensor:
         logps = {}
         for index in sorted(range(len(branches)), key=lambda index: len(branches[index].ids)):
@@ -61,19 +73,22 @@ def main() -> None:
             logps[index] = logits.log_softmax(-1).gather(-1, ids[0, -args.target :, None]).squeeze(-1)
         return torch.stack([logps[index] for index in range(len(branches))])
 
-    difference = max((packed() - other()).abs().max().item() for other in (padded, one_by_one))
-    seconds = timed({"packed": packed, "padded": padded, "sorted": one_by_one}, args.runs)
+    baselines = {"reference": reference, "padded": padded, "sorted": one_by_one}
+    difference = max((packed() - other()).abs().max().item() for other in baselines.values())
+    seconds = timed({"packed": packed, **baselines}, args.runs)
+    padded_tokens = len(branches) * max(len(branch.ids) for branch in branches)
     tokens = {
         "packed": len(PrefixTree(branches)),
-        "padded": len(branches) * max(len(branch.ids) for branch in branches),
+        "reference": padded_tokens,
+        "padded": padded_tokens,
         "sorted": sum(len(branch.ids) for branch in branches),
     }
     report(
         args,
         tokens=tokens,
         seconds={name: median(values) for name, values in seconds.items()},
-        speedup={name: ratios(seconds, name, "packed") for name in ("padded", "sorted")},
-        token_ratio={name: tokens[name] / tokens["packed"] for name in ("padded", "sorted")},
+        speedup={name: ratios(seconds, name, "packed") for name in baselines},
+        token_ratio={name: tokens[name] / tokens["packed"] for name in baselines},
         max_difference=difference,
     )
 

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -206,6 +207,7 @@ class MemPOTrainer(GRPOTrainer):
         self._trajectories: list[Trajectory] = []
         self._segments: torch.Tensor | None = None  # of the rows that log-probabilities are being taken of
         self._memory_pass: _MemoryPass | None = None  # of the batch that is being generated
+        self._generation_seconds = 0.0
         self._loop = self._make_loop()
         self._scorer = BranchScorer(
             self._tokenizer.pad_token_id,
@@ -279,7 +281,11 @@ class MemPOTrainer(GRPOTrainer):
             ]
         # Nothing can be appended to a prompt that is plain text: it gets a single turn.
         loop = self._loop if conversational else dataclasses.replace(self._loop, renderer=None)
+        started, self._generation_seconds = time.perf_counter(), 0.0
         self._trajectories = loop.run(prompt_ids, tools)
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics["time/generation"].append(self._generation_seconds)
+        metrics["time/tools"].append(time.perf_counter() - started - self._generation_seconds)
 
         completion_ids = [t.completion_ids for t in self._trajectories]
         tool_mask = [t.tool_mask for t in self._trajectories]
@@ -316,7 +322,10 @@ class MemPOTrainer(GRPOTrainer):
             self.generation_config.max_new_tokens = max_new_tokens
             self.generation_kwargs["max_new_tokens"] = max_new_tokens
         mode_generations = self.num_generations if self.model.training else self.num_generations_eval
-        return self._generate_single_turn(contexts, None, {}, mode_generations if first else 1)
+        started = time.perf_counter()
+        turns = self._generate_single_turn(contexts, None, {}, mode_generations if first else 1)
+        self._generation_seconds += time.perf_counter() - started
+        return turns
 
     def _decode_turn(self, ids: list[int]) -> str:
         return self._tokenizer.decode(
@@ -362,7 +371,10 @@ class MemPOTrainer(GRPOTrainer):
                 if self._segments is not None:
                     output["segments"] = self._segments
             if self._memory_pass is not None:
+                started = time.perf_counter()
                 output["advantages"] = self._add_memory_advantages(inputs, output, self._memory_pass)
+                seconds = self._memory_pass.seconds + time.perf_counter() - started
+                self._metrics["train" if self.model.training else "eval"]["time/memory"].append(seconds)
         finally:
             self._memory_pass = None
         return output
@@ -443,6 +455,7 @@ class MemPOTrainer(GRPOTrainer):
         A rollout and the sequences that judge its memories are one prefix tree. As those are, the rollout is scored
         without dropout, as it was sampled.
         """
+        started = time.perf_counter()
         memories = self._lay_out_memories(memory_pass)
         policy = [self._policy_branches(trajectory) for trajectory in self._trajectories]
         trees = [branches + tree for (branches, _), tree in zip(policy, memories, strict=True)]
@@ -454,6 +467,7 @@ class MemPOTrainer(GRPOTrainer):
             if branches:
                 old[row, columns] = torch.cat(logps[row][: len(branches)]).float()
             memory_pass.logps.append(logps[row][len(branches) :])
+        memory_pass.seconds = time.perf_counter() - started
         return old
 
     def _policy_branches(self, trajectory: Trajectory) -> tuple[list[Branch], list[int]]:
@@ -641,11 +655,13 @@ class _MemoryPass:
         scored: for each rollout, its memories.
         logps: for each rollout, log-probabilities of the gold's tokens after each memory, then after each baseline;
             `None` as long as nothing has been scored.
+        seconds: what the forwards took, if they scored the policy's tokens as well.
     """
 
     targets: list[AnswerTarget]
     scored: list[list[MemoryBranches]] = dataclasses.field(default_factory=list)
     logps: list[list[torch.Tensor]] | None = None
+    seconds: float = 0.0
 
 
 def turn_branches(
