@@ -413,7 +413,7 @@ class MemPOTrainer(GRPOTrainer):
     def _lay_out_memories(self, memory_pass: "_MemoryPass") -> list[list[Branch]]:
         """Find the memories of the rollouts; for each rollout, the target after each memory, then after each baseline.
 
-        A rollout's sequences are one prefix tree and one forward.
+        A rollout's sequences are one prefix tree, hence in one forward.
         """
         memory_pass.scored = [
             memory_branches(self._tokenizer, trajectory, self.args.memory_baseline, self._room_before(target))
@@ -460,7 +460,7 @@ class MemPOTrainer(GRPOTrainer):
         policy = [self._policy_branches(trajectory) for trajectory in self._trajectories]
         trees = [branches + tree for (branches, _), tree in zip(policy, memories, strict=True)]
         with evaluation_mode(self.model), self.accelerator.autocast():
-            logps, _, _ = self._scorer.logps_and_entropies(self.model, trees, one_tree_each=True)
+            logps, _, _ = self._scorer.logps_and_entropies(self.model, trees)
         old = torch.zeros(shape, device=self.accelerator.device)
         memory_pass.logps = []
         for row, (branches, columns) in enumerate(policy):

@@ -33,6 +33,8 @@ Form = Literal["auto", "packed", "unrolled"]
 # Attention implementations that take a mask over pairs of tokens.
 _MASKED_ATTENTION = ("sdpa", "eager", "flex_attention")
 _IGNORED = -100  # label of tokens that nothing is scored at
+# Without gradients nothing needs to be in one forward, so trees share one only until it keeps the machine busy.
+_ENOUGH_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,9 @@ class Branch:
     start: int
     end: int | None = None
     unit_temperature: bool = False
+
+    def __len__(self) -> int:
+        return len(self.ids)
 
     @property
     def scored(self) -> range:
@@ -298,7 +303,6 @@ class BranchScorer:
         model: Any,
         trees: Sequence[Sequence[Branch]],
         packed: bool | None = None,
-        one_tree_each: bool = False,
     ) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]], torch.Tensor]:
         """Log-probabilities and entropies of the scored tokens, at the temperature of TRL's fused head, with gradients.
 
@@ -307,7 +311,6 @@ class BranchScorer:
             trees: groups of branches. Prefixes are shared within a group. Branches of `unit_temperature` need a head
                 that `mixes_temperatures`.
             packed: overrules `form`.
-            one_tree_each: make each group a forward of its own, rather than as few forwards as the budget allows.
 
         Returns:
             For each group, for each branch, tensors of shape (scored tokens,), log-probabilities and entropies; and a
@@ -325,7 +328,7 @@ class BranchScorer:
             entropy = torch.zeros_like(outputs.log_probs) if outputs.entropy is None else outputs.entropy
             return outputs.log_probs, entropy
 
-        results, zero = self._run(trees, packed, forward, one_tree_each)
+        results, zero = self._run(trees, packed, forward, None if torch.is_grad_enabled() else _ENOUGH_TOKENS)
         return [[b[0] for b in tree] for tree in results], [[b[1] for b in tree] for tree in results], zero
 
     @torch.no_grad()
@@ -339,7 +342,7 @@ class BranchScorer:
 
         Args:
             model: a causal language model, wrapped or not.
-            trees: groups of branches. Prefixes are shared within a group, and each group is a forward of its own.
+            trees: groups of branches. Prefixes are shared within a group.
             packed: overrules `form`.
 
         Returns:
@@ -361,14 +364,15 @@ class BranchScorer:
             scores = logits.gather(-1, targets).squeeze(-1) - logits.logsumexp(-1)  # (rows, kept)
             return (torch.zeros(labels.shape, device=self.device).index_copy(1, kept, scores),)
 
-        results, _ = self._run(trees, packed, forward, one_tree_each=True)
+        results, _ = self._run(trees, packed, forward, _ENOUGH_TOKENS)
         return [[b[0] for b in tree] for tree in results]
 
     def _run(
-        self, trees: Sequence[Sequence[Branch]], packed: bool, forward: Callable, one_tree_each: bool = False
+        self, trees: Sequence[Sequence[Branch]], packed: bool, forward: Callable, limit: int | None = None
     ) -> tuple[list[list[Any]], torch.Tensor]:
         """Cut the trees into forwards, run as many on every process, and put the results back in order."""
-        batches = list(self._batches(trees, packed, one_tree_each))
+        limits = [limit for limit in (self.max_tokens, limit) if limit is not None]
+        batches = list(self._batches(trees, packed, min(limits, default=None)))
         results: list[list[Any]] = [[None] * len(tree) for tree in trees]
         zero = torch.zeros((), device=self.device)
         # At least one, since a loss without a forward could not be differentiated.
@@ -382,57 +386,50 @@ class BranchScorer:
 
     def _spare(self, packed: bool) -> tuple[list[tuple[int, int]], "_Rows"]:
         """A forward whose results nobody wants, so that every process makes as many."""
-        rows = (_pack if packed else _unroll)([[Branch([0, 0], 1)]], self.pad_token_id)
+        spare = [Branch([0, 0], 1)]
+        rows = _pack([PrefixTree(spare)], self.pad_token_id) if packed else _unroll(spare, self.pad_token_id)
         rows.places.clear()
         return [], rows
 
-    def _batches(self, trees, packed: bool, one_tree_each: bool) -> Iterator[tuple[list[tuple[int, int]], "_Rows"]]:
+    def _batches(
+        self, trees: Sequence[Sequence[Branch]], packed: bool, limit: int | None
+    ) -> Iterator[tuple[list[tuple[int, int]], "_Rows"]]:
         """Groups of branches for one forward each, as `(tree, branch)` indices, and their rows."""
         arrange = _pack if packed else _unroll
-        batch: list[tuple[int, list[int]]] = []  # (tree, branches)
-
-        def close() -> tuple[list[tuple[int, int]], _Rows]:
-            members = [(tree, branch) for tree, branches in batch for branch in branches]
-            parts = [[trees[tree][branch] for branch in branches] for tree, branches in batch]
-            batch.clear()
-            return members, arrange(parts, self.pad_token_id)
-
+        members: list[tuple[int, int]] = []
+        rows: list[Any] = []
         for tree, branches in enumerate(trees):
-            if one_tree_each and not branches:
-                yield self._spare(packed)
             for part in self._split(branches, packed):
-                if batch and (one_tree_each or not self._fits([*batch, (tree, part)], trees, packed)):
-                    yield close()
-                batch.append((tree, part))
-        if batch:
-            yield close()
+                added = _rows_of([branches[index] for index in part], packed)
+                if rows and limit is not None and _tokens([*rows, *added]) > limit:
+                    yield members, arrange(rows, self.pad_token_id)
+                    members, rows = [], []
+                members = members + [(tree, index) for index in part]
+                rows = rows + added
+        if rows:
+            yield members, arrange(rows, self.pad_token_id)
 
     def _split(self, branches: Sequence[Branch], packed: bool) -> Iterator[list[int]]:
         """Split one tree by branches, so that each part fits."""
         part: list[int] = []
         for index in range(len(branches)):
             if part and self.max_tokens is not None:
-                if _size([branches[n] for n in [*part, index]], packed) > self.max_tokens:
+                if _tokens(_rows_of([branches[n] for n in [*part, index]], packed)) > self.max_tokens:
                     yield part
                     part = []
             part = [*part, index]
         if part:
             yield part
 
-    def _fits(self, batch, trees, packed: bool) -> bool:
-        if self.max_tokens is None:
-            return True
-        parts = [[trees[tree][branch] for branch in branches] for tree, branches in batch]
-        if packed:
-            return len(parts) * max(len(PrefixTree(part)) for part in parts) <= self.max_tokens
-        return _size([branch for part in parts for branch in part], packed) <= self.max_tokens
+
+def _rows_of(branches: Sequence[Branch], packed: bool) -> list[Any]:
+    """What branches of one tree make the rows of a forward."""
+    return [PrefixTree(branches)] if packed else list(branches)
 
 
-def _size(branches: Sequence[Branch], packed: bool) -> int:
-    """Tokens that branches take in one forward."""
-    if packed:
-        return len(PrefixTree(branches))
-    return len(branches) * max(len(branch.ids) for branch in branches)
+def _tokens(rows: Sequence["PrefixTree | Branch"]) -> int:
+    """Tokens of a forward, padding included."""
+    return len(rows) * max(map(len, rows))
 
 
 @dataclass
@@ -489,9 +486,8 @@ def _pad(tensors: list[torch.Tensor], value: int, side: str = "right") -> torch.
     return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
 
 
-def _pack(parts: Sequence[Sequence[Branch]], pad_token_id: int) -> _Rows:
-    """Each part a tree, each tree a row."""
-    trees = [PrefixTree(part) for part in parts]
+def _pack(trees: Sequence[PrefixTree], pad_token_id: int) -> _Rows:
+    """Each tree a row."""
     ids = _pad([tree.ids for tree in trees], pad_token_id)
     ends = _pad([tree.ends for tree in trees], 0)
     # A padding token sees itself alone, since a row of the mask must not be empty.
@@ -507,9 +503,8 @@ def _pack(parts: Sequence[Sequence[Branch]], pad_token_id: int) -> _Rows:
     )
 
 
-def _unroll(parts: Sequence[Sequence[Branch]], pad_token_id: int) -> _Rows:
+def _unroll(branches: Sequence[Branch], pad_token_id: int) -> _Rows:
     """Each branch a row, on the right, so that ends stand in the same columns and few logits need be made."""
-    branches = [branch for part in parts for branch in part]
     sequences = [torch.tensor(list(branch.ids), dtype=torch.long) for branch in branches]
     width = max(map(len, sequences))
     labels, places = [], []

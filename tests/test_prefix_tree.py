@@ -11,7 +11,7 @@ from support import byte_tokenizer, tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from mempo_trl import tree_attention
+from mempo_trl import prefix_tree, tree_attention
 from mempo_trl.prefix_tree import Branch, BranchScorer, PrefixTree, evaluation_mode, may_be_packed
 
 
@@ -202,6 +202,20 @@ def test_adapters_around_a_model_with_absolute_positions(packed):
 
 
 @pytest.mark.parametrize("packed", [True, False])
+def test_small_trees_share_a_forward_and_large_ones_do_not(packed, monkeypatch):
+    monkeypatch.setattr(prefix_tree, "_ENOUGH_TOKENS", 800)
+    model = make_model("llama")
+    sizes = []
+    model.register_forward_pre_hook(lambda m, args, kwargs: sizes.append(kwargs["input_ids"].shape), with_kwargs=True)
+    trees = a_rollout() * 8
+    alone = [BranchScorer(0, "cpu").unit_logps(model, [tree], packed)[0] for tree in trees]
+    sizes.clear()
+    torch.testing.assert_close(BranchScorer(0, "cpu").unit_logps(model, trees, packed), alone, atol=1e-5, rtol=1e-5)
+    assert 1 < len(sizes) < len(trees)
+    assert all(rows * tokens <= 800 for rows, tokens in sizes)
+
+
+@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 1.7])
 def test_two_temperatures_in_one_forward(packed, temperature):
     """The same tokens after the same tokens, once at the head's temperature and once at 1."""
@@ -278,9 +292,6 @@ def test_processes_make_as_many_forwards(packed):
     calls.clear()
     assert behind.unit_logps(model, [[], []], packed) == [[], []]
     assert len(calls) == 5
-    calls.clear()
-    BranchScorer(0, "cpu").unit_logps(model, [[], trees[0], []], packed)
-    assert len(calls) == 3  # what a rollout holds does not change how many there are
     logps, _, zero = behind.logps_and_entropies(model, [[]], packed)
     assert logps == [[]]
     zero.backward()  # a process without any rollout has a backward all the same

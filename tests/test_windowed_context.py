@@ -215,18 +215,26 @@ def test_rows_keep_their_structure_when_shuffled_and_split(tmp_path):
     assert max(seen) < 1e-5
 
 
+def count_rows(model):
+    """The rows of each forward from now on."""
+    rows = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    return rows
+
+
 @pytest.mark.parametrize("context_turns", [None, 1])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("form", ["packed", "unrolled"])
 def test_old_log_probabilities_and_memories_take_one_forward(tmp_path, context_turns, temperature, form):
     options = {"context_turns": context_turns, "temperature": temperature, "prefix_tree_form": form}
     trainer = make_trainer(tmp_path, num_iterations=2, **options)
-    rows = []
-    trainer.model.register_forward_pre_hook(
-        lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
-    )
+    assert trainer._scorer.packs(trainer.model) == (form == "packed")
+    rows = count_rows(trainer.model)
     output = score(trainer)
-    assert len(rows) == len(ROWS)
+    if form == "packed":
+        assert sum(rows) == len(ROWS)  # each rollout is one row of one forward
     sampled = (output["completion_mask"] * output["tool_mask"]).bool()
     logps, _ = policy_logps(trainer, output)
     torch.testing.assert_close(output["old_per_token_logps"][sampled], logps[sampled], atol=1e-5, rtol=0)
@@ -241,10 +249,9 @@ def test_a_head_that_is_not_linear_takes_two_forwards(tmp_path):
     trainer = make_trainer(tmp_path, num_iterations=2, temperature=0.7, model=model)
     model.config.final_logit_softcapping = 30.0  # TRL's head read it before, so the numbers stay
     assert trainer._scorer.packs(trainer.model)
-    calls = []
-    trainer.model.register_forward_pre_hook(lambda module, args: calls.append(1))
+    rows = count_rows(trainer.model)
     output = score(trainer)
-    assert len(calls) == 1 + len(ROWS)
+    assert sum(rows) == len(ROWS) + 3  # one of them has no memory
     alone = score(make_trainer(tmp_path, temperature=0.7))
     torch.testing.assert_close(output["advantages"], alone["advantages"])
 
