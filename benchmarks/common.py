@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import os
 import platform
 import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +15,18 @@ import torch
 import transformers
 import trl
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+
+# glibc hands large blocks back to the system as soon as they are free. Asking for them again costs page faults, more
+# than the arithmetic of a small model, and the more the larger the tensors.
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "100000000000", "MALLOC_TRIM_THRESHOLD_": "100000000000"}
+
+
+def keep_memory() -> None:
+    """Start this script again in a process that keeps the memory it frees, if this one does not."""
+    if KEEP_MEMORY.items() <= os.environ.items():
+        return
+    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEEP_MEMORY})
 
 
 def parser(description: str) -> argparse.ArgumentParser:

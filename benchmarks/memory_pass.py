@@ -11,7 +11,7 @@ N = turns − 1 memories are scored, each against its context: 2N sequences. The
 """
 
 import torch
-from common import load, median, parser, ratios, report, timed
+from common import keep_memory, load, median, parser, ratios, report, timed
 
 from mempo_trl.prefix_tree import Branch, BranchScorer, PrefixTree
 
@@ -94,4 +94,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    keep_memory()
     main()

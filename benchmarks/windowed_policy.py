@@ -4,7 +4,8 @@
 
 One rollout of T turns is trained on, with the mean log-probability of its sampled tokens as the loss:
 
-- windowed: each turn under the prompt and the last k turns (`--window`), one prefix tree, as `MemPOTrainer` does;
+- windowed: each turn under the prompt and the last k turns (`--window`), as `MemPOTrainer` does, in prefix trees of
+  at most `--max-tokens` (`max_tokens_per_forward`);
 - full: the row as it is, as TRL does.
 
 Memory is the peak that forward and backward add to the model and its gradients. Each peak is taken in a process of its
@@ -13,12 +14,13 @@ own, since a process does not give back what it once had.
 
 import gc
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 
 import torch
-from common import load, median, parser, peak_memory, ratios, report, timed
+from common import KEEP_MEMORY, keep_memory, load, median, parser, peak_memory, ratios, report, timed
 from trl.trainer.utils import add_fused_lm_head
 
 from mempo_trl.mempo_trainer import turn_branches
@@ -60,7 +62,9 @@ def make_step(args, model, turns: int, variant: str) -> Callable[[], None]:
 def measure_peak(args, turns: int, variant: str) -> int:
     """Bytes that a step adds, measured in a process of its own."""
     command = [sys.executable, __file__, *sys.argv[1:], "--peak-of", variant, str(turns)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    environment = {name: value for name, value in os.environ.items() if name not in KEEP_MEMORY}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    return json.loads(done.stdout)
 
 
 def print_peak(args, variant: str, turns: int) -> None:
@@ -104,13 +108,14 @@ def main() -> None:
     arguments.add_argument("--turn", type=int, default=200)
     arguments.add_argument("--observation", type=int, default=200)
     arguments.add_argument("--form", choices=["packed", "unrolled"], default="packed")
-    arguments.add_argument("--max-tokens", type=int, help="in one forward")
+    arguments.add_argument("--max-tokens", type=int, default=4096, help="in one forward")
     arguments.add_argument("--plot", help="path of a PNG")
     arguments.add_argument("--peak-of", nargs=2, help="only print the peak memory of a variant at a number of turns")
     args = arguments.parse_args()
     if args.peak_of:
         print_peak(args, args.peak_of[0], int(args.peak_of[1]))
         return
+    keep_memory()
     cases = {f"{variant} {turns}": (turns, variant) for turns in args.turns for variant in ("windowed", "full")}
     peaks = {name: measure_peak(args, *case) for name, case in cases.items()}
     model = load(args)

@@ -596,7 +596,9 @@ class MemPOTrainer(GRPOTrainer):
         # Fail clearly if the generation backend returned no completions.
         if table.numel() == 0:
             raise RuntimeError("No completions were generated: the batch is empty.")
-        prompts, lengths, clipped, turns, calls, failures, malformed, observed, total, peak, *stops = table.unbind(1)
+        prompts, lengths, clipped, turns, calls, failures, malformed, observed, total, peak, full, *stops = (
+            table.unbind(1)
+        )
         if self.model.training:
             self.state.num_input_tokens_seen += int((prompts + lengths).sum())
         metrics["num_tokens"] = [self.state.num_input_tokens_seen]
@@ -612,6 +614,7 @@ class MemPOTrainer(GRPOTrainer):
         metrics["turns/max"].append(turns.max().item())
         metrics["tokens/total"].append(total.mean().item())
         metrics["tokens/peak"].append(peak.mean().item())
+        metrics["tokens/full_context"].append(full.mean().item())
         for reason, share in zip(STOP_REASONS, stops, strict=True):
             metrics[f"stop/{reason}"].append(share.mean().item())
         if self.tools:

@@ -112,10 +112,12 @@ class Trajectory:
         """What turn `index` saw; the context of the next turn for `index = len(turns)`."""
         return self._after_prompt(0 if self.context_turns is None else max(index - self.context_turns, 0), index)
 
-    def token_counts(self) -> tuple[int, int]:
-        """Tokens that the model reads and writes in all turns together, and in the largest turn."""
+    def token_counts(self) -> tuple[int, int, int]:
+        """Tokens that the model reads and writes in all turns together, in the largest turn, and in all turns together
+        if each saw the full history."""
         steps = [len(self.context_ids(index)) + len(turn.ids) for index, turn in enumerate(self.turns)]
-        return sum(steps), max(steps, default=0)
+        full = [len(self.history_ids(index)) + len(turn.ids) for index, turn in enumerate(self.turns)]
+        return sum(steps), max(steps, default=0), sum(full)
 
     def history_ids(self, index: int) -> list[int]:
         """The prompt and everything before turn `index`, whether the turn saw it or not."""

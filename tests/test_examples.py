@@ -31,10 +31,14 @@ def test_relay(tmp_path, context_turns):
         assert done.returncode == 0, done.stderr[-3000:]
         assert ("Cold start" in done.stderr) == (run == "fresh")
     assert "exact match" in done.stdout
+    assert ("fewer tokens" in done.stdout) == bool(context_turns)
     summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
     assert {"em_before", "em_after", "seconds"} <= set(summary)
     logged = [json.loads(line) for line in (tmp_path / "demo" / "metrics.jsonl").read_text().splitlines()]
     assert any("memory/reward" in line for line in logged)
+    step = next(line for line in logged if "step_time" in line)
+    assert 0 < step["time/memory"] + step["time/generation"] < step["step_time"]
+    assert (step["tokens/total"] < step["tokens/full_context"]) == bool(context_turns) or step["turns/max"] < 3
     assert (tmp_path / "demo" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     checkpoint = tmp_path / "demo" / "checkpoint"
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)

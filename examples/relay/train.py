@@ -39,6 +39,7 @@ SHOWN = {
     "memory length (tokens)": "eval_memory/length",
     "P(answer | memory)": "eval_memory/probability",
     "tokens per question": "eval_tokens/total",
+    "the same, full context": "eval_tokens/full_context",
     "largest turn (tokens)": "eval_tokens/peak",
 }
 
@@ -161,6 +162,9 @@ def main() -> None:
     print(f"{'':24}{'before':>10}{'after':>10}")
     for name, key in SHOWN.items():
         print(f"{name:24}{show(before[key])}{show(after[key])}")
+    if args.context_turns:
+        saved = 1 - after[SHOWN["tokens per question"]] / after[SHOWN["the same, full context"]]
+        print(f"\nWith {args.context_turns} earlier turn(s) in sight, a question takes {saved:.0%} fewer tokens.")
     print(f"\n{summary['seconds']:.0f} seconds. Checkpoint, metrics, learning curve and summary: {args.output_dir}")
 
 
