@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,9 +92,20 @@ def peak_memory() -> int:
 
 
 def report(args: argparse.Namespace, **results: Any) -> None:
-    """Print sizes, versions and results as JSON."""
-    hardware = (
-        torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor() or platform.machine()
-    )
+    """Print command, sizes, hardware, versions and results as JSON."""
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
-    print(json.dumps({"sizes": vars(args), "hardware": hardware, "versions": versions, **results}, indent=2))
+    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    about = {"command": command, "sizes": vars(args), "hardware": hardware(), "versions": versions}
+    print(json.dumps({**about, **results}, indent=2))
+
+
+def hardware() -> str:
+    """What the benchmark runs on, in words."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name(0)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = []
+    return f"{os.cpu_count()} cores, {names[0] if names else platform.machine()}"

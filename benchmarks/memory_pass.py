@@ -7,12 +7,17 @@ N = turns − 1 memories are scored, each against its context: 2N sequences. The
 - packed: as `MemPOTrainer` does, one prefix tree;
 - reference: one padded batch of 2N sequences and the logits of all of its positions, as the reference implementation;
 - padded: the same batch, but no other logits than the target's;
+- dense: the packed forward, with a mask over all pairs of tokens instead of a `TreeMask`;
 - sorted: one sequence at a time, shortest first, no padding at all, and no other logits than the target's.
 """
+
+import sys
+from unittest.mock import patch
 
 import torch
 from common import keep_memory, load, median, parser, ratios, report, timed
 
+from mempo_trl import tree_attention
 from mempo_trl.prefix_tree import Branch, BranchScorer, PrefixTree
 
 
@@ -53,6 +58,10 @@ def main() -> None:
     def padded() -> torch.Tensor:
         return torch.stack(scorer.unit_logps(model, [branches], packed=False)[0])
 
+    def dense() -> torch.Tensor:
+        with patch.object(tree_attention, "CHUNK", sys.maxsize):
+            return packed()
+
     @torch.no_grad()
     def reference() -> torch.Tensor:
         width = max(len(branch.ids) for branch in branches)
@@ -73,7 +82,7 @@ def main() -> None:
             logps[index] = logits.log_softmax(-1).gather(-1, ids[0, -args.target :, None]).squeeze(-1)
         return torch.stack([logps[index] for index in range(len(branches))])
 
-    baselines = {"reference": reference, "padded": padded, "sorted": one_by_one}
+    baselines = {"reference": reference, "padded": padded, "dense": dense, "sorted": one_by_one}
     difference = max((packed() - other()).abs().max().item() for other in baselines.values())
     seconds = timed({"packed": packed, **baselines}, args.runs)
     padded_tokens = len(branches) * max(len(branch.ids) for branch in branches)
@@ -81,6 +90,7 @@ def main() -> None:
         "packed": len(PrefixTree(branches)),
         "reference": padded_tokens,
         "padded": padded_tokens,
+        "dense": len(PrefixTree(branches)),
         "sorted": sum(len(branch.ids) for branch in branches),
     }
     report(
