@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterable
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,6 +97,22 @@ def tiny_llama(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **kwargs: Any)
         }
     )
     return LlamaForCausalLM(config)
+
+
+def one_step(output_dir: Path, rows: int) -> dict[str, Any]:
+    """Arguments of a trainer that makes one step of one group on the CPU, and leaves nothing behind."""
+    return {
+        "output_dir": str(output_dir),
+        "per_device_train_batch_size": rows,
+        "num_generations": rows,
+        "max_steps": 1,
+        "learning_rate": 1e-3,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "gradient_checkpointing": False,
+    }
 
 
 def search(query: str) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 from oracle import oracle_advantages
-from support import SMOLLM2_TEMPLATE, Script, byte_tokenizer, call, search, tiny_llama
+from support import SMOLLM2_TEMPLATE, Script, byte_tokenizer, call, one_step, search, tiny_llama
 
 from mempo_trl import MemPOConfig, MemPOTrainer
 
@@ -48,16 +48,7 @@ def make_trainer(tmp_path, tokenizer, scripts, question="plain", **kwargs):
     """A trainer whose policy plays `scripts`, one question in a group."""
     text, answers = QUESTIONS[question]
     options = {
-        "output_dir": str(tmp_path),
-        "per_device_train_batch_size": len(scripts),
-        "num_generations": len(scripts),
-        "max_steps": 1,
-        "learning_rate": 1e-3,
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "gradient_checkpointing": False,
+        **one_step(tmp_path, len(scripts)),
         "system_prompt": "Use <mem>.",
         "max_turns": 5,
     }
@@ -281,15 +272,7 @@ def build(tmp_path, columns=PLAIN, tokenizer=None, tools=(search,), config=None,
     tokenizer = tokenizer or byte_tokenizer()
     args = MemPOConfig(
         **{
-            "output_dir": str(tmp_path),
-            "per_device_train_batch_size": 2,
-            "num_generations": 2,
-            "max_steps": 1,
-            "use_cpu": True,
-            "bf16": False,
-            "report_to": "none",
-            "save_strategy": "no",
-            "gradient_checkpointing": False,
+            **one_step(tmp_path, 2),
             "system_prompt": "",
             **(config or {}),
         }

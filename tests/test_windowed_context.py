@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from datasets import Dataset
-from support import Script, byte_tokenizer, call, search, tiny_llama
+from support import Script, byte_tokenizer, call, one_step, search, tiny_llama
 
 from mempo_trl import MemPOConfig, MemPOTrainer
 from mempo_trl.mempo_trainer import turn_branches
@@ -25,16 +25,7 @@ ROWS = [
 def make_trainer(tmp_path, rows=ROWS, model=None, peft_config=None, **config):
     tokenizer = byte_tokenizer()
     options = {
-        "output_dir": str(tmp_path),
-        "per_device_train_batch_size": len(rows),
-        "num_generations": len(rows),
-        "max_steps": 1,
-        "learning_rate": 1e-3,
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "gradient_checkpointing": False,
+        **one_step(tmp_path, len(rows)),
         "system_prompt": "",
         "context_turns": 1,
         "max_turns": 16,
