@@ -372,15 +372,16 @@ class MemPOTrainer(GRPOTrainer):
                     output["segments"] = self._segments
             if self._memory_pass is not None:
                 started = time.perf_counter()
-                output["advantages"] = self._add_memory_advantages(inputs, output, self._memory_pass)
+                output["advantages"] = self._add_memory_advantages(inputs, output)
                 seconds = self._memory_pass.seconds + time.perf_counter() - started
                 self._metrics["train" if self.model.training else "eval"]["time/memory"].append(seconds)
         finally:
             self._memory_pass = None
         return output
 
-    def _add_memory_advantages(self, inputs, output, memory_pass: "_MemoryPass") -> torch.Tensor:
+    def _add_memory_advantages(self, inputs, output) -> torch.Tensor:
         """Turn the outcome advantages, shape (rows,), into token-level ones, shape (rows, completion tokens)."""
+        memory_pass = cast(_MemoryPass, self._memory_pass)
         completion_ids = output["completion_ids"]
         if memory_pass.logps is None:
             trees = self._lay_out_memories(memory_pass)
