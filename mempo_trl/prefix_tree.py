@@ -15,7 +15,7 @@ the unrolled form: every sequence a row of a padded batch.
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -189,15 +189,26 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _scaled_hidden_states(core: Any, scale: torch.Tensor) -> Iterator[None]:
-    """Multiply the hidden states that the head of a model gets; `scale` is (rows, tokens)."""
+def _head_sees(core: Any, scored: torch.Tensor, scale: torch.Tensor) -> Iterator[None]:
+    """Give the head of a model the hidden states of scored positions alone, as one row, times a factor each.
 
-    def multiply(module, args, output):
+    TRL's fused head skips the others itself on GPUs that run Triton, but on no other device.
+
+    Args:
+        core: a causal language model (not wrapped).
+        scored: shape (rows, tokens).
+        scale: shape (scored positions,).
+    """
+
+    def select(module, args, output):
         states = output.last_hidden_state
-        output.last_hidden_state = (states.float() * scale.unsqueeze(-1)).to(states.dtype)
+        chosen = states[scored.to(states.device)]
+        if bool((scale != 1).any()):
+            chosen = (chosen.float() * scale.unsqueeze(-1).to(states.device)).to(states.dtype)
+        output.last_hidden_state = chosen.unsqueeze(0)
         return output
 
-    handle = core.base_model.register_forward_hook(multiply)
+    handle = core.base_model.register_forward_hook(select)
     try:
         yield
     finally:
@@ -322,11 +333,17 @@ class BranchScorer:
         def forward(rows: _Rows) -> tuple[torch.Tensor, torch.Tensor]:
             core = self._core(model)
             inputs = rows.inputs(core, self.device)
-            scale = torch.where(rows.units, self.temperature, 1.0).to(self.device)
-            with _scaled_hidden_states(core, scale) if self.temperature != 1 and rows.units.any() else nullcontext():
-                outputs = model(**inputs, shift_labels=rows.labels.to(self.device), fused_lm_head=True)
+            labels = rows.labels.to(self.device)
+            scored = labels != _IGNORED
+            scored[0, 0] |= not scored.any()  # a head that is given nothing would be left out of the backward
+            scale = torch.where(rows.units, self.temperature, 1.0).to(self.device)[scored]
+            with _head_sees(core, scored, scale):
+                outputs = model(**inputs, shift_labels=labels[scored].unsqueeze(0), fused_lm_head=True)
             entropy = torch.zeros_like(outputs.log_probs) if outputs.entropy is None else outputs.entropy
-            return outputs.log_probs, entropy
+            logps, entropies = (
+                part.new_zeros(labels.shape).masked_scatter(scored, part) for part in (outputs.log_probs, entropy)
+            )
+            return logps, entropies
 
         results, zero = self._run(trees, packed, forward, None if torch.is_grad_enabled() else _ENOUGH_TOKENS)
         return [[b[0] for b in tree] for tree in results], [[b[1] for b in tree] for tree in results], zero
