@@ -283,9 +283,8 @@ class MemPOTrainer(GRPOTrainer):
         loop = self._loop if conversational else dataclasses.replace(self._loop, renderer=None)
         started, self._generation_seconds = time.perf_counter(), 0.0
         self._trajectories = loop.run(prompt_ids, tools)
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        metrics["time/generation"].append(self._generation_seconds)
-        metrics["time/tools"].append(time.perf_counter() - started - self._generation_seconds)
+        self._mode_metrics["time/generation"].append(self._generation_seconds)
+        self._mode_metrics["time/tools"].append(time.perf_counter() - started - self._generation_seconds)
 
         completion_ids = [t.completion_ids for t in self._trajectories]
         tool_mask = [t.tool_mask for t in self._trajectories]
@@ -360,7 +359,6 @@ class MemPOTrainer(GRPOTrainer):
         if self._needs_answers:
             for example in inputs:
                 check_answers(example.get("answers"), "this batch")
-        self._memory_pass = None
         if self._memory_coefficient > 0:
             preamble = self.args.answer_preamble
             targets = [build_answer_target(self._tokenizer, example["answers"], preamble) for example in inputs]
@@ -374,14 +372,15 @@ class MemPOTrainer(GRPOTrainer):
                 started = time.perf_counter()
                 output["advantages"] = self._add_memory_advantages(inputs, output)
                 seconds = self._memory_pass.seconds + time.perf_counter() - started
-                self._metrics["train" if self.model.training else "eval"]["time/memory"].append(seconds)
+                self._mode_metrics["time/memory"].append(seconds)
         finally:
             self._memory_pass = None
         return output
 
     def _add_memory_advantages(self, inputs, output) -> torch.Tensor:
         """Turn the outcome advantages, shape (rows,), into token-level ones, shape (rows, completion tokens)."""
-        memory_pass = cast(_MemoryPass, self._memory_pass)
+        memory_pass = self._memory_pass
+        assert memory_pass is not None
         completion_ids = output["completion_ids"]
         if memory_pass.logps is None:
             trees = self._lay_out_memories(memory_pass)
@@ -482,9 +481,11 @@ class MemPOTrainer(GRPOTrainer):
 
     def _is_policy(self, model) -> bool:
         """Whether a model is the one being trained, and not the reference that its adapters are switched off for."""
+        if model is not self.model:
+            return False
         core = self.accelerator.unwrap_model(model)
-        if model is not self.model or not is_peft_model(core):
-            return model is self.model
+        if not is_peft_model(core):
+            return True
         status = core.get_model_status()
         return status.enabled is True and "ref" not in status.active_adapters
 
@@ -574,9 +575,14 @@ class MemPOTrainer(GRPOTrainer):
 
     # --- Metrics ------------------------------------------------------------------------------------------------
 
+    @property
+    def _mode_metrics(self) -> dict[str, list[float]]:
+        """The metrics of training, or of evaluation, whichever goes on."""
+        return self._metrics["train" if self.model.training else "eval"]
+
     def _log_rollouts(self, prompt_ids, completion_ids, tool_mask) -> None:
         """Log lengths, ends, turns and tool calls, under TRL's names where it has one."""
-        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics = self._mode_metrics
         last = [*self.eos_token_ids, self._tokenizer.pad_token_id]
         rows = [
             [
@@ -626,7 +632,7 @@ class MemPOTrainer(GRPOTrainer):
 
     def _log_memories(self, rewards, advantages, groups, p_memory, p_baseline, scored) -> None:
         """Log how much the memories of all processes tell."""
-        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics = self._mode_metrics
         lengths = rewards.new_full(p_memory.shape, torch.nan)
         for row, branches in enumerate(scored):
             for branch in branches:

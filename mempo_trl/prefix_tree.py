@@ -416,8 +416,7 @@ class BranchScorer:
         members: list[tuple[int, int]] = []
         rows: list[Any] = []
         for tree, branches in enumerate(trees):
-            for part in self._split(branches, packed):
-                added = _rows_of([branches[index] for index in part], packed)
+            for part, added in self._split(branches, packed):
                 if rows and limit is not None and _tokens([*rows, *added]) > limit:
                     yield members, arrange(rows, self.pad_token_id)
                     members, rows = [], []
@@ -426,17 +425,17 @@ class BranchScorer:
         if rows:
             yield members, arrange(rows, self.pad_token_id)
 
-    def _split(self, branches: Sequence[Branch], packed: bool) -> Iterator[list[int]]:
-        """Split one tree by branches, so that each part fits."""
-        part: list[int] = []
-        for index in range(len(branches)):
-            if part and self.max_tokens is not None:
-                if _tokens(_rows_of([branches[n] for n in [*part, index]], packed)) > self.max_tokens:
-                    yield part
-                    part = []
-            part = [*part, index]
-        if part:
-            yield part
+    def _split(self, branches: Sequence[Branch], packed: bool) -> Iterator[tuple[range, list[Any]]]:
+        """Split one tree by branches, so that each part fits: indices of branches, and the rows that they make."""
+        first = 0
+        while first < len(branches):
+            last, rows = len(branches), _rows_of(branches[first:], packed)
+            if self.max_tokens is not None and _tokens(rows) > self.max_tokens:
+                last, rows = first + 1, _rows_of(branches[first : first + 1], packed)
+                while _tokens(more := _rows_of(branches[first : last + 1], packed)) <= self.max_tokens:
+                    last, rows = last + 1, more
+            yield range(first, last), rows
+            first = last
 
 
 def _rows_of(branches: Sequence[Branch], packed: bool) -> list[Any]:

@@ -38,7 +38,8 @@ def test_relay(tmp_path, context_turns):
     assert any("memory/reward" in line for line in logged)
     step = next(line for line in logged if "step_time" in line)
     assert 0 < step["time/memory"] + step["time/generation"] < step["step_time"]
-    assert (step["tokens/total"] < step["tokens/full_context"]) == bool(context_turns) or step["turns/max"] < 3
+    assert step["tokens/total"] <= step["tokens/full_context"]
+    assert context_turns or step["tokens/total"] == step["tokens/full_context"]
     assert (tmp_path / "demo" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     checkpoint = tmp_path / "demo" / "checkpoint"
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)

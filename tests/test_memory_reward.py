@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import byte_tokenizer, qwen_tokenizer
 
+from mempo_trl import memory_reward
 from mempo_trl.memory_reward import (
     ANSWER_CLOSING,
     DEFAULT_ANSWER_PREAMBLE,
@@ -158,6 +159,16 @@ def trajectory(tokenizer, *texts, ended=True):
         last = n == len(texts) - 1
         turns.append(Turn(ids, text, parse_turn(text), ended or not last, observation_ids=[] if last else [1, 2, 3]))
     return Trajectory(prompt_ids=[7, 8, 9], turns=turns)
+
+
+def test_a_token_without_characters_inside_of_the_gold_is_the_golds(monkeypatch):
+    """Some tokenizers give a position without width to all but one of the tokens of a character."""
+    text = "\n" + "里" + memory_reward.ANSWER_CLOSING
+    offsets = [(0, 1), (1, 2), (1, 1), (1, 2), (2, len(text))]
+    monkeypatch.setattr(memory_reward, "encode_piece", lambda tokenizer, piece: ([1, 2, 3, 4, 5], offsets))
+    target = build_answer_target(None, ["里"], "\n")
+    assert target.gold_mask == [False, True, True, True, False]
+    assert list(target.after([9, 9]).scored) == [3, 4, 5]
 
 
 def test_branches():

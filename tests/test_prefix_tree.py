@@ -158,6 +158,15 @@ def test_flex_attention():
         torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
 
 
+def test_compiled_models(monkeypatch):
+    monkeypatch.setattr(tree_attention, "CHUNK", 4)
+    compiled = torch.compile(make_model("llama"), backend="aot_eager")
+    scorer = BranchScorer(0, "cpu", unwrap=lambda model: model._orig_mod)
+    trees = a_rollout()
+    got, wanted = scorer.unit_logps(compiled, trees, True), scorer.unit_logps(compiled, trees, False)
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3_text", "bamba"])
 @pytest.mark.parametrize(("max_tokens", "chunk"), [(None, 512), (60, 512), (None, 4)])
 def test_gradients(name, max_tokens, chunk, monkeypatch):
