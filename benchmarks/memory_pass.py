@@ -85,14 +85,8 @@ def main() -> None:
     baselines = {"reference": reference, "padded": padded, "dense": dense, "sorted": one_by_one}
     difference = max((packed() - other()).abs().max().item() for other in baselines.values())
     seconds = timed({"packed": packed, **baselines}, args.runs)
-    padded_tokens = len(branches) * max(len(branch.ids) for branch in branches)
-    tokens = {
-        "packed": len(PrefixTree(branches)),
-        "reference": padded_tokens,
-        "padded": padded_tokens,
-        "dense": len(PrefixTree(branches)),
-        "sorted": sum(len(branch.ids) for branch in branches),
-    }
+    tree, batch = len(PrefixTree(branches)), len(branches) * max(map(len, branches))
+    tokens = {"packed": tree, "reference": batch, "padded": batch, "dense": tree, "sorted": sum(map(len, branches))}
     report(
         args,
         tokens=tokens,

@@ -24,7 +24,7 @@ from common import KEEP_MEMORY, keep_memory, load, median, parser, peak_memory, 
 from trl.trainer.utils import add_fused_lm_head
 
 from mempo_trl.mempo_trainer import turn_branches
-from mempo_trl.prefix_tree import Branch, BranchScorer, PrefixTree
+from mempo_trl.prefix_tree import BranchScorer, PrefixTree
 
 
 def rollout(args, turns: int) -> tuple[list[int], list[int], list[int]]:
@@ -108,7 +108,7 @@ def main() -> None:
     arguments.add_argument("--turn", type=int, default=200)
     arguments.add_argument("--observation", type=int, default=200)
     arguments.add_argument("--form", choices=["packed", "unrolled"], default="packed")
-    arguments.add_argument("--max-tokens", type=int, default=4096, help="in one forward")
+    arguments.add_argument("--max-tokens", type=int, default=8192, help="in one forward")
     arguments.add_argument("--plot", help="path of a PNG")
     arguments.add_argument("--peak-of", nargs=2, help="only print the peak memory of a variant at a number of turns")
     args = arguments.parse_args()
@@ -126,8 +126,9 @@ def main() -> None:
 
     def tokens(turns: int, variant: str) -> int:
         prompt, completion, segments = rollout(args, turns)
-        row = [Branch(prompt + completion, len(prompt))]
-        return len(PrefixTree(turn_branches(prompt, completion, segments, args.window)[0] if "w" in variant else row))
+        if variant == "full":
+            return len(prompt + completion)
+        return len(PrefixTree(turn_branches(prompt, completion, segments, args.window)[0]))
 
     report(
         args,

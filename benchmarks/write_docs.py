@@ -8,6 +8,7 @@ it was not measured.
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,89 +16,88 @@ from typing import Any
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
-def results(*names: str) -> list[dict[str, Any]]:
+Report = dict[str, Any]
+
+
+def results(*names: str) -> list[Report]:
     """Reports of benchmarks; those that are not there are left out."""
     files = [DOCS / "performance" / f"{name}.json" for name in names]
     return [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
+def table(columns: dict[str, Callable[..., str]], rows: list[tuple]) -> str:
+    """A table whose cells are made by its columns from the rows."""
+    cells = [[make(*row) for make in columns.values()] for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [list(columns), ["---"] * len(columns), *cells])
 
 
-def signed(reports: list[dict[str, Any]]) -> str:
-    """Commands, machine and versions of what a table shows."""
+def signed(reports: list[Report]) -> str:
+    """Commands, machines and versions of what a table shows."""
     commands = "\n".join("    " + report["command"] for report in reports)
-    versions = ", ".join(f"{name} {version}" for name, version in reports[0]["versions"].items())
-    runs = min(report["sizes"]["runs"] for report in reports)
-    return f"{commands}\n\nMedians of {runs} runs; {reports[0]['hardware']}; {versions}."
+    abouts = {
+        f"Medians of {report['sizes']['runs']} runs; {report['hardware']}; "
+        + ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+        + "."
+        for report in reports
+    }
+    return commands + "\n\n" + "\n".join(sorted(abouts))
 
 
-def memory_pass() -> str:
+def memory_pass() -> tuple[list[Report], str]:
     reports = results("memory_pass_4", "memory_pass_10")
-    rows = []
+    columns: dict[str, Callable[[Report, str], str]] = {
+        "turns": lambda report, name: str(report["sizes"]["turns"]),
+        "against": lambda report, name: name,
+        "its tokens": lambda report, name: f"{report['tokens'][name]:,}",
+        "its seconds": lambda report, name: f"{report['seconds'][name]:.2f}",
+        "packed, seconds": lambda report, name: f"{report['seconds']['packed']:.2f}",
+        "times faster": lambda report, name: f"{report['speedup'][name]:.1f}",
+        "times fewer tokens": lambda report, name: f"{report['token_ratio'][name]:.1f}",
+    }
+    return reports, table(columns, [(report, name) for report in reports for name in report["speedup"]])
+
+
+def windowed_policy() -> tuple[list[Report], str]:
+    reports = results("windowed_policy")
+
+    def mebibytes(report: Report, name: str) -> float:
+        return report["peak_bytes"][name] / 2**20
+
+    def turns(name: str) -> int:
+        return int(name.split()[1])
+
+    columns: dict[str, Callable[[Report, str], str]] = {
+        "turns": lambda report, name: str(turns(name)),
+        "context": lambda report, name: name.split()[0],
+        "tokens": lambda report, name: f"{report['tokens'][name]:,}",
+        "seconds": lambda report, name: f"{report['seconds'][name]:.2f}",
+        "ms per turn": lambda report, name: f"{1000 * report['seconds'][name] / turns(name):.0f}",
+        "peak MiB": lambda report, name: f"{mebibytes(report, name):,.0f}",
+        "MiB per turn": lambda report, name: f"{mebibytes(report, name) / turns(name):.0f}",
+    }
+    text = table(columns, [(report, name) for report in reports for name in report["seconds"]])
     for report in reports:
-        for name in report["speedup"]:
-            rows.append(
-                [
-                    str(report["sizes"]["turns"]),
-                    name,
-                    f"{report['tokens'][name]:,}",
-                    f"{report['seconds'][name]:.2f}",
-                    f"{report['seconds']['packed']:.2f}",
-                    f"{report['speedup'][name]:.1f}",
-                    f"{report['token_ratio'][name]:.1f}",
-                ]
-            )
-    header = ["turns", "against", "its tokens", "its seconds", "packed, seconds", "times faster", "times fewer tokens"]
-    return table(header, rows) + "\n\n" + signed(reports)
+        least, most = min(report["sizes"]["turns"]), max(report["sizes"]["turns"])
+        growth = [
+            f"{name} context {seconds:.2f} in time and {report['peak_per_turn_ratio'][name]:.2f} in memory"
+            for name, seconds in report["seconds_per_turn_ratio"].items()
+        ]
+        text += f"\n\nA turn at {most} turns against a turn at {least}:\n" + ";\n".join(growth) + "."
+    return reports, text
 
 
-def windowed_policy() -> str:
-    (report,) = results("windowed_policy")
-    rows = []
-    for name, seconds in report["seconds"].items():
-        variant, turns = name.split()
-        rows.append(
-            [
-                turns,
-                variant,
-                f"{report['tokens'][name]:,}",
-                f"{seconds:.2f}",
-                f"{1000 * seconds / int(turns):.0f}",
-                f"{report['peak_bytes'][name] / 2**20:,.0f}",
-                f"{report['peak_bytes'][name] / 2**20 / int(turns):.0f}",
-            ]
-        )
-    header = ["turns", "context", "tokens", "seconds", "ms per turn", "peak MiB", "MiB per turn"]
-    least, most = min(report["sizes"]["turns"]), max(report["sizes"]["turns"])
-    growth = "; ".join(
-        f"{name} context {report['seconds_per_turn_ratio'][name]:.2f} in time and "
-        f"{report['peak_per_turn_ratio'][name]:.2f} in memory"
-        for name in report["seconds_per_turn_ratio"]
-    )
-    growth = f"A turn at {most} turns against a turn at {least}: {growth}."
-    return "\n\n".join([table(header, rows), growth, signed([report])])
-
-
-def step_overhead() -> str:
+def step_overhead() -> tuple[list[Report], str]:
     reports = results("step_overhead_demo", "step_overhead_smollm2")
-    rows = []
-    for report in reports:
-        times = report["seconds"]
-        rows.append(
-            [
-                "SmolLM2-135M" if report["sizes"]["model"] else "the demo's",
-                f"{report['turns']:.0f}",
-                f"{times['step_time']:.2f}",
-                f"{times['time/generation']:.2f}",
-                f"{times['time/tools']:.2f}",
-                f"{times['time/memory']:.2f}",
-                f"{report['memory_share']:.1%}",
-            ]
-        )
-    header = ["policy", "turns", "step, seconds", "generation", "tools", "memory pass", "its share"]
-    return table(header, rows) + "\n\n" + signed(reports)
+    columns: dict[str, Callable[[Report], str]] = {
+        "policy": lambda report: Path(report["sizes"]["model"] or "the demo's").name,
+        "turns": lambda report: f"{report['turns']:.0f}",
+        "step, seconds": lambda report: f"{report['seconds']['step_time']:.2f}",
+        "generation": lambda report: f"{report['seconds']['time/generation']:.2f}",
+        "tools": lambda report: f"{report['seconds']['time/tools']:.2f}",
+        "memory pass": lambda report: f"{report['seconds']['time/memory']:.2f}",
+        "its share": lambda report: f"{report['memory_share']:.1%}",
+    }
+    return reports, table(columns, [(report,) for report in reports])
 
 
 def main() -> None:
@@ -106,7 +106,9 @@ def main() -> None:
     for make in (memory_pass, windowed_policy, step_overhead):
         marker = re.compile(rf"(<!-- {make.__name__} -->\n).*?(<!-- end -->)", re.DOTALL)
         assert marker.search(text), f"{path} has no place for {make.__name__}"
-        text = marker.sub(lambda match, make=make: f"{match[1]}\n{make()}\n\n{match[2]}", text)
+        reports, measured = make()
+        shown = f"{measured}\n\n{signed(reports)}" if reports else "Not measured."
+        text = marker.sub(lambda match, shown=shown: f"{match[1]}\n{shown}\n\n{match[2]}", text)
     path.write_text(text, encoding="utf-8")
 
 
