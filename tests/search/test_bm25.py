@@ -329,11 +329,14 @@ class TestLoad:
             BM25Index.load(tmp_path / "index")
 
     @pytest.mark.parametrize("pattern", ["meta.json", "*.term", "*.store", "*.fast"])
-    @pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: file.write_bytes(b"x")])
-    def test_damaged(self, tmp_path, pattern, damage):
+    @pytest.mark.parametrize("content", [None, b"x"], ids=["missing", "cut"])
+    def test_damaged(self, tmp_path, pattern, content):
         BM25Index.build(DOCUMENTS, tmp_path / "index")
         for file in (tmp_path / "index").glob(pattern):
-            damage(file)
+            # A file of its own in its place: whoever still has the old one mapped must not lose it (SIGBUS).
+            file.unlink()
+            if content is not None:
+                file.write_bytes(content)
         with pytest.raises(ValueError, match=r"cannot be opened .*; build it again"):
             BM25Index.load(tmp_path / "index")
 
