@@ -10,6 +10,7 @@ what was sampled is replaced by as many tokens that keep to the protocol, so tha
 turns, memories and observations whatever the checkpoint has learned.
 """
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -113,7 +114,8 @@ def main() -> None:
     arguments.add_argument("--generations", type=int, default=8)
     args = arguments.parse_args()
     torch.set_num_threads(args.threads)
-    with tempfile.TemporaryDirectory() as folder:
+    # What training prints is no part of the report.
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         logs = (checkpoint if args.model else demo)(args, folder)
     steps = [step for step in logs if "step_time" in step][1:]  # after one to warm up
     report(
