@@ -40,7 +40,7 @@ def checkpoint(args, folder: str) -> list[dict]:
     from mempo_trl import MemPOConfig, MemPOTrainer
 
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
-    words = tokenizer(" fact" * args.observation, add_special_tokens=False)["input_ids"]
+    words = tokenizer(" fact" * args.turn, add_special_tokens=False)["input_ids"]
 
     def search(query: str) -> str:
         """Search the corpus.
