@@ -94,7 +94,11 @@ def checkpoint(args, folder: str) -> list[dict]:
         close = encode("</think>" + act) if turn < args.turns else encode("Nobody</answer>")
         filler = args.turn - len(head) - len(tail) - len(close) - 1
         ids = [*head, *tail, *words[:filler], *close, tokenizer.eos_token_id]
-        assert all(len(ids) == len(own) for own in sampled), "a turn was not as long as asked for"
+        if not all(len(ids) == len(own) == args.turn for own in sampled):
+            raise SystemExit(
+                f"Turn {turn} does not have {args.turn} tokens: choose a longer --turn if the tags do not fit into it, "
+                "or fewer and shorter ones if all of them do not fit into a rollout."
+            )
         return [list(ids) for _ in sampled], logprobs
 
     trainer._generate_single_turn = replace
