@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from trl.trainer.utils import add_fused_lm_head
 
 from . import tree_attention
 from .tree_attention import TreeMask
@@ -215,6 +216,29 @@ def _head_sees(core: Any, scored: torch.Tensor, scale: torch.Tensor) -> Iterator
         handle.remove()
 
 
+@contextmanager
+def _unit_head(core: Any) -> Iterator[None]:
+    """Give a model a fused head of temperature 1 in place of its own.
+
+    Its own forward would do as well, were it not for ZeRO-3: there a head that is called as a module in one forward,
+    and whose weight is read by TRL's fused head in the next, is found empty in the backward.
+
+    Args:
+        core: a causal language model (not wrapped).
+    """
+    forward = vars(core).get("forward")
+    head = core.get_output_embeddings()
+    single = head.weight.dtype == torch.float32 != core.dtype  # as TRL's `cast_lm_head_to_fp32` makes it
+    add_fused_lm_head(core, cast_lm_head_to_fp32=single)
+    try:
+        yield
+    finally:
+        if forward is None:
+            del core.forward
+        else:
+            core.forward = forward
+
+
 def may_be_packed(model: Any) -> bool:
     """Whether a model's configuration lets a mask decide what each token sees.
 
@@ -328,24 +352,7 @@ class BranchScorer:
             zero that depends on every forward made, to be added to what is differentiated, so that each process has the
             same backward.
         """
-        packed = self.packs(model) if packed is None else packed
-
-        def forward(rows: _Rows) -> tuple[torch.Tensor, torch.Tensor]:
-            core = self._core(model)
-            inputs = rows.inputs(core, self.device)
-            labels = rows.labels.to(self.device)
-            scored = labels != _IGNORED
-            scored[0, 0] |= not scored.any()  # a head that is given nothing would be left out of the backward
-            scale = torch.where(rows.units, self.temperature, 1.0).to(self.device)[scored]
-            with _head_sees(core, scored, scale):
-                outputs = model(**inputs, shift_labels=labels[scored].unsqueeze(0), fused_lm_head=True)
-            entropy = torch.zeros_like(outputs.log_probs) if outputs.entropy is None else outputs.entropy
-            logps, entropies = (
-                part.new_zeros(labels.shape).masked_scatter(scored, part) for part in (outputs.log_probs, entropy)
-            )
-            return logps, entropies
-
-        results, zero = self._run(trees, packed, forward, None if torch.is_grad_enabled() else _ENOUGH_TOKENS)
+        results, zero = self._score(model, trees, packed, self.temperature)
         return [[b[0] for b in tree] for tree in results], [[b[1] for b in tree] for tree in results], zero
 
     @torch.no_grad()
@@ -353,9 +360,6 @@ class BranchScorer:
         self, model: Any, trees: Sequence[Sequence[Branch]], packed: bool | None = None
     ) -> list[list[torch.Tensor]]:
         """Log-probabilities of the scored tokens, at temperature 1, without gradients.
-
-        Only the logits of scored tokens are made, and they are the model's own, which TRL's fused head would divide by
-        the sampling temperature.
 
         Args:
             model: a causal language model, wrapped or not.
@@ -365,24 +369,32 @@ class BranchScorer:
         Returns:
             For each group, for each branch, a float32 tensor of shape (scored tokens,).
         """
+        with _unit_head(self._core(model)):
+            results, _ = self._score(model, trees, packed, 1.0)
+        return [[b[0].float() for b in tree] for tree in results]
+
+    def _score(
+        self, model: Any, trees: Sequence[Sequence[Branch]], packed: bool | None, temperature: float
+    ) -> tuple[list[list[Any]], torch.Tensor]:
+        """Log-probabilities and entropies of every branch, by a fused head that divides by `temperature`."""
         packed = self.packs(model) if packed is None else packed
 
-        def forward(rows: _Rows) -> tuple[torch.Tensor]:
+        def forward(rows: _Rows) -> tuple[torch.Tensor, torch.Tensor]:
             core = self._core(model)
             inputs = rows.inputs(core, self.device)
-            labels = rows.labels.to(self.device)  # (rows, tokens)
-            kept = (labels != _IGNORED).any(0).nonzero().squeeze(1)
-            if "logits_to_keep" in inspect.signature(core.forward).parameters:
-                logits = model(**inputs, logits_to_keep=kept, use_cache=False).logits
-            else:
-                logits = model(**inputs, use_cache=False).logits[:, kept]
-            targets = labels[:, kept].clamp(min=0).unsqueeze(-1)
-            logits = logits.float()
-            scores = logits.gather(-1, targets).squeeze(-1) - logits.logsumexp(-1)  # (rows, kept)
-            return (torch.zeros(labels.shape, device=self.device).index_copy(1, kept, scores),)
+            labels = rows.labels.to(self.device)
+            scored = labels != _IGNORED
+            scored[0, 0] |= not scored.any()  # a head that is given nothing would be left out of the backward
+            scale = torch.where(rows.units, temperature, 1.0).to(self.device)[scored]
+            with _head_sees(core, scored, scale):
+                outputs = model(**inputs, shift_labels=labels[scored].unsqueeze(0), fused_lm_head=True)
+            entropy = torch.zeros_like(outputs.log_probs) if outputs.entropy is None else outputs.entropy
+            logps, entropies = (
+                part.new_zeros(labels.shape).masked_scatter(scored, part) for part in (outputs.log_probs, entropy)
+            )
+            return logps, entropies
 
-        results, _ = self._run(trees, packed, forward, _ENOUGH_TOKENS)
-        return [[b[0] for b in tree] for tree in results]
+        return self._run(trees, packed, forward, None if torch.is_grad_enabled() else _ENOUGH_TOKENS)
 
     def _run(
         self, trees: Sequence[Sequence[Branch]], packed: bool, forward: Callable, limit: int | None = None
@@ -470,6 +482,8 @@ class _Rows:
     def inputs(self, model: Any, device: torch.device) -> dict[str, Any]:
         """Arguments of the model's forward."""
         inputs: dict[str, Any] = {"input_ids": self.ids.to(device)}
+        if getattr(model.config.get_text_config(), "output_router_logits", False):
+            inputs["output_router_logits"] = False  # a load-balancing loss takes no mask over pairs
         if "position_ids" in inspect.signature(model.forward).parameters:
             inputs["position_ids"] = self.positions.to(device)
         if self.ends is None:

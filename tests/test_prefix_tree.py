@@ -35,6 +35,7 @@ ARCHITECTURES = {
     "qwen3": {},
     "gemma3_text": {"sliding_window": 8, "query_pre_attn_scalar": 8},
     "mistral": {"sliding_window": 8},
+    "mixtral": {"num_local_experts": 4, "sliding_window": None, "output_router_logits": True},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
     "bloom": {"n_layer": 2, "n_head": 4},
     "bamba": {
@@ -48,7 +49,7 @@ ARCHITECTURES = {
     },
 }
 # Those whose layers a mask over pairs of tokens decides.
-PACKED = {"llama", "qwen2", "qwen3", "gpt2"}
+PACKED = {"llama", "qwen2", "qwen3", "mixtral", "gpt2"}
 
 
 def make_model(name, implementation="sdpa"):
