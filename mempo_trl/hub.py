@@ -1,0 +1,330 @@
+"""Uploads to the Hugging Face Hub that never cost a training."""
+
+import contextlib
+import fnmatch
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from huggingface_hub import CommitInfo, HfApi, constants, get_session, get_token
+from huggingface_hub.errors import (
+    HFValidationError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+from transformers import TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Seconds between attempts, hence one attempt more.
+WAITS = (2.0, 8.0, 30.0)
+# A Hub that asks for more than this is tried again with the next save.
+LONGEST_WAIT = 120.0
+# Seconds without a byte after which a connection counts as dead. The Hub's client would wait for ever, and a training
+# that is over would wait with it.
+LONGEST_SILENCE = 300.0
+
+# What programs leave behind while they write.
+TEMPORARY = ["*.tmp", "*.temp", "*.part", "*.partial", "*.incomplete", "*.lock", "*.swp", "*~", "tmp-*", ".nfs*"]
+_STAGE = "_hub-"
+_WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json"]
+_MODEL_FILES = [*_WEIGHTS, "config.json", "generation_config.json", "adapter_*", "training_args.bin", "*.py"]
+_NOT_IN_MODEL = ["zero_to_fp32.py"]
+# Of all requests of an upload, these are the ones that `huggingface_hub` makes once. It repeats every other itself, six
+# times within half a minute.
+_UNREPEATED = ("/api/validate-yaml", "/api/repos/create", "/commit/")
+
+
+class PushError(RuntimeError):
+    """A push to the Hub has failed for good.
+
+    Attributes:
+        refused: whether the Hub was there and said no, so that trying again will not help.
+    """
+
+    def __init__(self, message: str, refused: bool = False):
+        super().__init__(message)
+        self.refused = refused
+
+
+class HubUploader:
+    """Uploads a trainer's files, again if need be, in the background if wanted. Lives in the main process.
+
+    Args:
+        args: the training arguments. Nothing is read from them but what concerns the Hub, and `output_dir`.
+
+    Attributes:
+        repo_id: the repository; as long as it is not known to exist, what the user calls it.
+        waiting: checkpoints that the Hub does not have yet.
+        skipped: whether a save found another upload in progress.
+    """
+
+    def __init__(self, args: TrainingArguments):
+        self.output_dir = Path(str(args.output_dir))
+        self.repo_id = args.hub_model_id or self.output_dir.absolute().name
+        self.waiting: list[Path] = []
+        self.skipped = False
+        self._token, self._private = args.hub_token, args.hub_private_repo
+        self._revision = args.hub_revision
+        self._exists = False
+        self._api = HfApi(library_name="mempo_trl")
+        self._executor: ThreadPoolExecutor | None = None
+
+    def create_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Create the repository, unless it exists or has been created before.
+
+        Args:
+            token: the token, instead of that of the training arguments.
+            private: whether it is created private, instead of what the training arguments say.
+
+        Raises:
+            PushError: if it cannot be created.
+        """
+        if self._exists:
+            return
+        token = token if token is not None else self._token
+        private = private if private is not None else self._private
+        url = self._retry(
+            lambda: self._api.create_repo(self.repo_id, token=token, private=private, exist_ok=True),
+            f"Creating the repository {self.repo_id!r} on the Hub",
+            token,
+        )
+        self.repo_id = url.repo_id
+        self._exists = True
+
+    def upload(
+        self,
+        folder: Path,
+        message: str,
+        revision: str | None = None,
+        token: str | None = None,
+        private: bool | None = None,
+    ) -> CommitInfo:
+        """Upload a folder, without what is temporary, and create the repository if it is not there.
+
+        Args:
+            folder: what goes to the root of the repository. If the repository turns out to have another name than
+                `repo_id`, its README.md is changed accordingly.
+            message: the commit message.
+            revision: the branch, instead of that of the training arguments.
+            token, private: as for `create_repo`.
+
+        Returns:
+            The commit.
+
+        Raises:
+            PushError: if all attempts have failed, or one was refused.
+        """
+        named = self.repo_id
+        self.create_repo(token, private)
+        if named != self.repo_id:
+            _rename_in_card(folder / "README.md", named, self.repo_id)
+        token = token if token is not None else self._token
+
+        def send() -> CommitInfo:
+            try:
+                return self._api.upload_folder(
+                    repo_id=self.repo_id,
+                    folder_path=folder,
+                    commit_message=message,
+                    token=token,
+                    ignore_patterns=["_*", f"{PREFIX_CHECKPOINT_DIR}-*", *TEMPORARY]
+                    if folder == self.output_dir
+                    else None,
+                    revision=revision or self._revision,
+                )
+            except RepositoryNotFoundError:
+                self._exists = False  # deleted meanwhile: the next push creates it again
+                raise
+
+        return self._retry(send, f"The upload to {self.repo_id!r} on the Hub", token)
+
+    def in_background(self, job: Callable[[], T]) -> "Future[T]":
+        """Run a job after those that were given before."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hub")
+        return self._executor.submit(job)
+
+    def push_checkpoint(self, stage: Path, checkpoints: list[Path], message: str) -> None:
+        """Upload what `stage` made, then remove it. Never raises: what goes wrong is logged.
+
+        Args:
+            stage: the staged files.
+            checkpoints: the checkpoints that they come from.
+            message: the commit message.
+        """
+        try:
+            self.upload(stage, message)
+            for checkpoint in checkpoints:  # one by one and in place: the trainer appends meanwhile
+                if checkpoint in self.waiting:
+                    self.waiting.remove(checkpoint)
+        except Exception as error:
+            self.warn(error, checkpoints[-1])
+        finally:
+            shutil.rmtree(stage, ignore_errors=True)
+
+    def warn(self, error: Exception, checkpoint: Path) -> None:
+        """Say that a checkpoint was not pushed, and that nothing is lost."""
+        logger.warning(
+            "%s Training goes on. The checkpoint is safe on disk in %s, and the next save pushes again.",
+            self._scrub(str(error), self._token),
+            checkpoint,
+        )
+
+    def stage(self, checkpoint: Path, save_processing_class: Callable[[Path], Any], folders: dict[str, Path]) -> Path:
+        """Set aside what is to be uploaded, since the originals are overwritten and deleted while training goes on.
+
+        Args:
+            checkpoint: the checkpoint whose model is uploaded.
+            save_processing_class: saves the tokenizer in a folder.
+            folders: checkpoints to upload whole, by their names in the repository.
+
+        Returns:
+            A new folder. Files of checkpoints are hard links there, where the file system has them.
+        """
+        for left_over in self.output_dir.glob(f"{_STAGE}*"):
+            if self._executor is None:  # of a run that was killed
+                shutil.rmtree(left_over, ignore_errors=True)
+        stage = Path(tempfile.mkdtemp(prefix=_STAGE, dir=self.output_dir))
+        try:
+            # Logs and the model card, but not a model saved at another time.
+            shutil.copytree(self.output_dir, stage, ignore=self._ignore_in_output_dir, dirs_exist_ok=True)
+            for file in checkpoint.iterdir():
+                if file.is_file() and _matches(file.name, _MODEL_FILES) and file.name not in _NOT_IN_MODEL:
+                    (stage / file.name).unlink(missing_ok=True)
+                    _link(file, stage / file.name)
+            save_processing_class(stage)
+            for name, folder in folders.items():
+                ignore = shutil.ignore_patterns(*TEMPORARY)
+                shutil.copytree(folder, stage / name, copy_function=_link, ignore=ignore)
+        except BaseException:
+            shutil.rmtree(stage, ignore_errors=True)
+            raise
+        return stage
+
+    def _ignore_in_output_dir(self, folder: str, names: list[str]) -> set[str]:
+        ignored = {name for name in names if _matches(name, TEMPORARY)}
+        if Path(folder) == self.output_dir:
+            patterns = ["_*", f"{PREFIX_CHECKPOINT_DIR}-*", ".git", ".cache", *_MODEL_FILES]
+            ignored |= {name for name in names if _matches(name, patterns)}
+        return ignored
+
+    def _retry(self, action: Callable[[], T], what: str, token: str | None) -> T:
+        for attempt in range(len(WAITS) + 1):
+            try:
+                if get_session().timeout.read is None:
+                    get_session().timeout = LONGEST_SILENCE
+                return action()
+            except Exception as error:
+                refused = _is_refused(error)
+                wait = _wait_after(error, attempt)
+                reason = self._scrub(_describe(error), token)
+                if wait is None:
+                    # The original would print the token where the Hub repeats it.
+                    cause = error if self._scrub(str(error), token) == str(error) else None
+                    tried = f" after {attempt + 1} attempts" if attempt else ""
+                    raise PushError(f"{what} failed{tried}: {reason}", refused) from cause
+                logger.info("%s failed and is tried again in %g seconds: %s", what, wait, reason)
+                time.sleep(wait)
+        raise AssertionError("the last attempt returns or raises")
+
+    @staticmethod
+    def _scrub(text: str, token: str | None) -> str:
+        for secret in (token, get_token()):
+            if secret:
+                text = text.replace(secret, "<token>")
+        return text
+
+
+@contextlib.contextmanager
+def without_tokens(args: TrainingArguments) -> Iterator[None]:
+    """Take the tokens out of training arguments that are about to be pickled beside the model."""
+    model_init_kwargs = getattr(args, "model_init_kwargs", None)
+    hidden = {"hub_token": args.hub_token}
+    if isinstance(model_init_kwargs, dict) and "token" in model_init_kwargs:
+        hidden["model_init_kwargs"] = model_init_kwargs
+        args.model_init_kwargs = {name: value for name, value in model_init_kwargs.items() if name != "token"}  # type: ignore[attr-defined]
+    args.hub_token = None
+    try:
+        yield
+    finally:
+        for name, value in hidden.items():
+            setattr(args, name, value)
+
+
+def _matches(name: str, patterns: list[str]) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+
+def _link(source: Any, target: Any) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _rename_in_card(card: Path, before: str, after: str) -> None:
+    """Change the quoted name of the repository in a model card."""
+    if card.exists():
+        text = card.read_text(encoding="utf-8")
+        card.write_text(text.replace(f'"{before}"', f'"{after}"'), encoding="utf-8")
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _response(error: Exception) -> Any:
+    return next((e.response for e in _chain(error) if getattr(e, "response", None) is not None), None)  # type: ignore[attr-defined]
+
+
+def _request_path(error: Exception) -> str | None:
+    for e in _chain(error):
+        with contextlib.suppress(AttributeError, RuntimeError):  # httpx raises the latter where it knows no request
+            return str(e.request.url.path)  # type: ignore[attr-defined]
+    return None
+
+
+def _is_refused(error: Exception) -> bool:
+    response = _response(error)
+    if response is not None:
+        return 400 <= response.status_code < 500 and response.status_code not in (408, 409, 412, 425, 429)
+    return isinstance(error, HFValidationError | LocalTokenNotFoundError)
+
+
+def _wait_after(error: Exception, attempt: int) -> float | None:
+    """Seconds to wait before the next attempt, `None` if there should be none."""
+    if attempt == len(WAITS) or _is_refused(error) or isinstance(error, OfflineModeIsEnabled | FileNotFoundError):
+        return None
+    path = _request_path(error)
+    if path is not None and not any(part in path for part in _UNREPEATED):
+        return None
+    response = _response(error)
+    asked = response.headers.get("retry-after", "") if response is not None else ""
+    wait = max(WAITS[attempt], float(asked) if asked.isdigit() else 0.0)
+    return wait if wait <= LONGEST_WAIT else None
+
+
+def _describe(error: Exception) -> str:
+    """What went wrong, in one line."""
+    response = _response(error)
+    lines = " ".join(" ".join(str(e) for e in _chain(error)).split())
+    described = f"{type(error).__name__}: {lines}"
+    if response is not None and response.status_code in (401, 403):
+        described = f"the token was refused ({described})"
+    if response is None and not isinstance(error, OfflineModeIsEnabled) and _request_path(error) is not None:
+        described = f"{constants.ENDPOINT} cannot be reached ({described})"
+    return described if described.endswith(".") else f"{described}."
