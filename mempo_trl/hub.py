@@ -251,7 +251,7 @@ class HubUploader:
 def without_tokens(args: TrainingArguments) -> Iterator[None]:
     """Take the tokens out of training arguments that are about to be pickled beside the model."""
     model_init_kwargs = getattr(args, "model_init_kwargs", None)
-    hidden = {"hub_token": args.hub_token}
+    hidden: dict[str, Any] = {"hub_token": args.hub_token}
     if isinstance(model_init_kwargs, dict) and "token" in model_init_kwargs:
         hidden["model_init_kwargs"] = model_init_kwargs
         args.model_init_kwargs = {name: value for name, value in model_init_kwargs.items() if name != "token"}  # type: ignore[attr-defined]

@@ -623,7 +623,7 @@ class MemPOTrainer(GRPOTrainer):
                 refused=True,
             )
 
-    def create_model_card(
+    def create_model_card(  # type: ignore[override]
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
         """

@@ -163,7 +163,7 @@ class Request(BaseHTTPRequestHandler):
                 if size > PART:
                     parts = range(1, -(-size // PART) + 1)
                     header = {"chunk_size": str(PART), **{str(n): f"{href}/{n}" for n in parts}}
-                    href = f"{self.hub.url}/api/complete"
+                    href = f"{self.hub.url}/storage/complete"
                 verify = {"href": f"{self.hub.url}/api/verify"}
                 entry["actions"] = {"upload": {"href": href, "header": header}, "verify": verify}
             objects.append(entry)
@@ -217,7 +217,7 @@ ROUTES: dict[str, Callable[..., None]] = {
     rf"POST /{REPO}\.git/info/lfs/objects/batch": Request._batch,
     r"PUT /storage/(\w+)": Request._put,
     r"PUT /storage/(\w+)/(\d+)": Request._put_part,
-    r"POST /api/complete": Request._complete,
+    r"POST /storage/complete": Request._complete,
     r"POST /api/verify": Request._verify,
     rf"POST /api/models/{REPO}/commit/.+": Request._commit,
 }
