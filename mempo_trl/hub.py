@@ -321,8 +321,8 @@ def _wait_after(error: Exception, attempt: int) -> float | None:
 def _describe(error: Exception) -> str:
     """What went wrong, in one line."""
     response = _response(error)
-    lines = " ".join(" ".join(str(e) for e in _chain(error)).split())
-    described = f"{type(error).__name__}: {lines}"
+    texts = dict.fromkeys(" ".join(str(e).split()) for e in _chain(error))
+    described = f"{type(error).__name__}: {' '.join(texts)}"
     if response is not None and response.status_code in (401, 403):
         described = f"the token was refused ({described})"
     if response is None and not isinstance(error, OfflineModeIsEnabled) and _request_path(error) is not None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from mempo_trl import MemPOConfig, MemPOTrainer, hub as uploads
 from mempo_trl.hub import WAITS, PushError
 from mempo_trl.protocol import DEFAULT_SYSTEM_PROMPT
-from mempo_trl.search import BM25Index
+from mempo_trl.search import BM25Index, make_search_tool
 
 
 PLAIN = {"question": ["Where?"] * 4, "answers": [["Paris"]] * 4}
@@ -57,18 +57,18 @@ def build(tmp_path, **config):
         "hub_token": TOKEN,
         "per_device_eval_batch_size": 2,
         "max_turns": 2,
-        "max_turn_length": 8,
+        "max_turn_length": 64,
         "max_observation_length": 64,
         "context_turns": 1,
     }
-    callbacks = config.pop("callbacks", None)
+    callbacks, tools = config.pop("callbacks", None), config.pop("tools", [search])
     trainer = MemPOTrainer(
         tiny_llama(tokenizer),
         args=MemPOConfig(**{**options, **config}),
         train_dataset=Dataset.from_dict(PLAIN),
         eval_dataset=Dataset.from_dict(PLAIN),
         processing_class=tokenizer,
-        tools=[search],
+        tools=tools,
         callbacks=callbacks,
     )
     trainer._generate_single_turn = lambda *args: Script(tokenizer, ANSWERS)(*args)  # noqa: PLW0108
@@ -299,29 +299,32 @@ def test_offline_is_a_warning(tmp_path, hub, monkeypatch, caplog, waits):
 
 
 def test_the_card_says_how_the_agent_did_and_how_to_run_it(tmp_path, hub, monkeypatch, capsys):
-    trainer = build(tmp_path)
+    index = BM25Index.build([{"id": "1", "contents": '"Dune"\nA novel by Frank Herbert.'}], tmp_path / "index")
+    trainer = build(tmp_path, tools=[make_search_tool(index)])
     trainer.train()
     metrics = trainer.evaluate()
     trainer.push_to_hub()
     card = ModelCard(hub.repos["me/agent"]["README.md"].decode())
     results = {result.metric_type: result.metric_value for result in card.data.eval_results}
-    assert results["reward"] == metrics["eval_reward"] == 0.0
+    assert results["reward"] == metrics["eval_reward"] == 0.5
     assert results["turns/mean"] == 1.0
     assert results["tokens/total"] == pytest.approx(metrics["eval_tokens/total"])
     assert "@article{mempo2026" in card.text
     assert DEFAULT_SYSTEM_PROMPT in card.text
     assert '"name": "search"' in card.text
     assert "None](https" not in card.text
-    for row in ("| `context_turns` | 1 ", "| `max_turns` | 2 ", "| `max_turn_length` | 8 tokens", "| reward | "):
+    for row in ("| `context_turns` | 1 ", "| `max_turns` | 2 ", "| `max_turn_length` | 64 tokens", "| reward | "):
         assert row in card.text
 
-    monkeypatch.chdir(hub.download("me/agent", tmp_path / "pulled"))
-    BM25Index.build([{"id": "1", "contents": '"Dune"\nA novel by Frank Herbert.'}], "index")
+    monkeypatch.chdir(tmp_path)
+    hub.download("me/agent", tmp_path / "pulled")
     code = re.search(r"```python\n(.*?)```", card.text, re.DOTALL).group(1)
     assert 'model_id = "me/agent"' in code
     names = {}
-    exec(compile(code.replace('"me/agent"', '"."'), "README.md", "exec"), names)
-    # The prompt is that of the training, to the token.
-    assert names["trajectory"].prompt_ids == trainer._trajectories[0].prompt_ids
-    assert 1 <= len(names["trajectory"].turns[0].ids) <= 8
+    exec(compile(code.replace('"me/agent"', '"pulled"'), "README.md", "exec"), names)
+    # The prompt is that of the training, to the token, but for the question.
+    asked = trainer._tokenizer.decode(names["trajectory"].prompt_ids)
+    trained = trainer._tokenizer.decode(trainer._trajectories[0].prompt_ids)
+    assert asked == trained.replace("Where?", "Who wrote Dune?") != trained
+    assert 1 <= len(names["trajectory"].turns[0].ids) <= 64
     assert capsys.readouterr().out.splitlines()[-1] == "None"
