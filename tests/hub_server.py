@@ -38,7 +38,7 @@ class Hub:
         self.fail = fail
         self.lfs = lfs
         self._objects: dict[str, bytes] = {}
-        self._parts: dict[str, dict[int, bytes]] = {}
+        self._parts: list[dict[int, bytes]] = []
         self._lock = threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Request,), {"hub": self}))
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -161,9 +161,11 @@ class Request(BaseHTTPRequestHandler):
             if oid not in self.hub._objects:
                 header, href = {}, f"{self.hub.url}/storage/{oid}"
                 if size > PART:
+                    # A batch may hold a file twice: each has an upload of its own.
+                    self.hub._parts.append({})
+                    href = f"{self.hub.url}/storage/parts/{len(self.hub._parts) - 1}"
                     parts = range(1, -(-size // PART) + 1)
                     header = {"chunk_size": str(PART), **{str(n): f"{href}/{n}" for n in parts}}
-                    href = f"{self.hub.url}/storage/complete"
                 verify = {"href": f"{self.hub.url}/api/verify"}
                 entry["actions"] = {"upload": {"href": href, "header": header}, "verify": verify}
             objects.append(entry)
@@ -172,14 +174,13 @@ class Request(BaseHTTPRequestHandler):
     def _put(self, oid: str) -> None:
         self._store(oid, self.body)
 
-    def _put_part(self, oid: str, number: str) -> None:
-        self.hub._parts.setdefault(oid, {})[int(number)] = self.body
+    def _put_part(self, upload: str, number: str) -> None:
+        self.hub._parts[int(upload)][int(number)] = self.body
         self.answer(200, ETag=f"part-{number}")
 
-    def _complete(self) -> None:
-        oid = json.loads(self.body)["oid"]
-        parts = self.hub._parts.pop(oid)
-        self._store(oid, b"".join(parts[n] for n in sorted(parts)))
+    def _complete(self, upload: str) -> None:
+        parts = self.hub._parts[int(upload)]
+        self._store(json.loads(self.body)["oid"], b"".join(parts[n] for n in sorted(parts)))
 
     def _store(self, oid: str, content: bytes) -> None:
         whole = sha256(content).hexdigest() == oid
@@ -216,8 +217,8 @@ ROUTES: dict[str, Callable[..., None]] = {
     rf"POST /api/models/{REPO}/preupload/.+": Request._preupload,
     rf"POST /{REPO}\.git/info/lfs/objects/batch": Request._batch,
     r"PUT /storage/(\w+)": Request._put,
-    r"PUT /storage/(\w+)/(\d+)": Request._put_part,
-    r"POST /storage/complete": Request._complete,
+    r"PUT /storage/parts/(\d+)/(\d+)": Request._put_part,
+    r"POST /storage/parts/(\d+)": Request._complete,
     r"POST /api/verify": Request._verify,
     rf"POST /api/models/{REPO}/commit/.+": Request._commit,
 }

@@ -13,7 +13,8 @@ from huggingface_hub import ModelCard, constants
 from support import SMOLLM2_TEMPLATE, Script, byte_tokenizer, one_step, search, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from mempo_trl import MemPOConfig, MemPOTrainer, hub as uploads
+from mempo_trl import MemPOConfig, MemPOTrainer
+from mempo_trl import hub as uploads
 from mempo_trl.hub import WAITS, PushError
 from mempo_trl.protocol import DEFAULT_SYSTEM_PROMPT
 from mempo_trl.search import BM25Index, make_search_tool
@@ -145,9 +146,7 @@ def test_checkpoints_that_were_not_pushed_come_with_the_next(tmp_path, hub, capl
 
 
 def warnings_of(caplog):
-    return [
-        r.getMessage() for r in caplog.records if r.name.startswith("mempo_trl") and r.levelno == logging.WARNING
-    ]
+    return [r.getMessage() for r in caplog.records if r.name.startswith("mempo_trl") and r.levelno == logging.WARNING]
 
 
 FAILURES = {
