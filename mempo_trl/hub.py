@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,8 +43,9 @@ _WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "
 _MODEL_FILES = [*_WEIGHTS, "config.json", "generation_config.json", "adapter_*", "training_args.bin", "*.py"]
 _NOT_IN_MODEL = ["zero_to_fp32.py"]
 # Of all requests of an upload, these are the ones that `huggingface_hub` makes once. It repeats every other itself, six
-# times within half a minute.
-_UNREPEATED = ("/api/validate-yaml", "/api/repos/create", "/commit/")
+# times within half a minute, and the last of these too where it uploads through `hf_xet`.
+_UNREPEATED = ["/api/validate-yaml", "/api/repos/create", "/commit/"]
+_HAS_XET = find_spec("hf_xet") is not None
 
 
 class PushError(RuntimeError):
@@ -310,7 +312,8 @@ def _wait_after(error: Exception, attempt: int) -> float | None:
     if attempt == len(WAITS) or _is_refused(error) or isinstance(error, OfflineModeIsEnabled | FileNotFoundError):
         return None
     path = _request_path(error)
-    if path is not None and not any(part in path for part in _UNREPEATED):
+    unrepeated = _UNREPEATED[:2] if _HAS_XET and not constants.HF_HUB_DISABLE_XET else _UNREPEATED
+    if path is not None and not any(part in path for part in unrepeated):
         return None
     response = _response(error)
     asked = response.headers.get("retry-after", "") if response is not None else ""

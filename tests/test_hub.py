@@ -32,6 +32,7 @@ def hub(monkeypatch):
         # Of the two ways to the storage, the one that is plain HTTP.
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.delenv("HF_TOKEN", raising=False)
+        huggingface_hub.close_session()
         yield server
     huggingface_hub.close_session()
 
@@ -193,6 +194,30 @@ def test_requests_that_the_client_repeats_are_not_repeated_again(tmp_path, hub, 
     hub.fail = failing("/preupload/", status(503))
     trainer.train()
     assert hub.count("/preupload/") == len(waits) + 1 == 6
+
+
+def test_a_hub_that_falls_silent_is_given_up(tmp_path, hub, monkeypatch, caplog):
+    silent = threading.Event()
+    monkeypatch.setattr(uploads, "LONGEST_SILENCE", 0.5)
+    trainer = build(tmp_path, max_steps=1)
+    hub.fail = lambda request: "/commit/" in request.path and silent.wait(60)
+    assert trainer.train().global_step == 1
+    silent.set()
+    assert "timed out" in warnings_of(caplog)[0]
+
+
+def test_uploads_through_xet(tmp_path, hub, monkeypatch, waits, caplog):
+    """The stand-in has no such storage, so that small files have to do."""
+    pytest.importorskip("hf_xet")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    hub.lfs = False
+    trainer = build(tmp_path, max_steps=1)
+    hub.fail = failing("/commit/", status(503), times=6)
+    trainer.train()
+    assert len(waits) == 5  # the client's
+    assert len(warnings_of(caplog)) == 1
+    trainer.push_to_hub()
+    check_model(trainer, hub.download("me/agent", tmp_path / "pulled"))
 
 
 @pytest.mark.parametrize(("asked", "waited"), [("60", [60, 60, 60]), ("4000", [])])
