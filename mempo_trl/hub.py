@@ -39,6 +39,7 @@ LONGEST_SILENCE = 300.0
 # What programs leave behind while they write.
 TEMPORARY = ["*.tmp", "*.temp", "*.part", "*.partial", "*.incomplete", "*.lock", "*.swp", "*~", "tmp-*", ".nfs*"]
 _STAGE = "_hub-"
+_SMALL = 10 * 2**20  # bytes
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json"]
 _MODEL_FILES = [*_WEIGHTS, "config.json", "generation_config.json", "adapter_*", "training_args.bin", "*.py"]
 _NOT_IN_MODEL = ["zero_to_fp32.py"]
@@ -168,8 +169,8 @@ class HubUploader:
         """
         try:
             self.upload(stage, message)
-            for checkpoint in checkpoints:  # one by one and in place: the trainer appends meanwhile
-                if checkpoint in self.waiting:
+            for checkpoint in checkpoints:  # one by one and in place: the trainer changes the list meanwhile
+                with contextlib.suppress(ValueError):
                     self.waiting.remove(checkpoint)
         except Exception as error:
             self.warn(error, checkpoints[-1])
@@ -201,7 +202,14 @@ class HubUploader:
         stage = Path(tempfile.mkdtemp(prefix=_STAGE, dir=self.output_dir))
         try:
             # Logs and the model card, but not a model saved at another time.
-            shutil.copytree(self.output_dir, stage, ignore=self._ignore_in_output_dir, dirs_exist_ok=True)
+            shutil.copytree(
+                self.output_dir,
+                stage,
+                ignore=self._ignore_in_output_dir,
+                copy_function=_copy_small,
+                ignore_dangling_symlinks=True,
+                dirs_exist_ok=True,
+            )
             for file in checkpoint.iterdir():
                 if file.is_file() and _matches(file.name, _MODEL_FILES) and file.name not in _NOT_IN_MODEL:
                     (stage / file.name).unlink(missing_ok=True)
@@ -234,7 +242,8 @@ class HubUploader:
                 reason = self._scrub(_describe(error), token)
                 if wait is None:
                     # The original would print the token where the Hub repeats it.
-                    cause = error if self._scrub(str(error), token) == str(error) else None
+                    silent = all(self._scrub(str(e), token) == str(e) for e in _chain(error))
+                    cause = error if silent else None
                     tried = f" after {attempt + 1} attempts" if attempt else ""
                     raise PushError(f"{what} failed{tried}: {reason}", refused) from cause
                 logger.info("%s failed and is tried again in %g seconds: %s", what, wait, reason)
@@ -274,6 +283,11 @@ def _link(source: Any, target: Any) -> None:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
+
+
+def _copy_small(source: Any, target: Any) -> None:
+    """Copy a log, which grows, but not a data set that somebody keeps beside it."""
+    (shutil.copy2 if os.path.getsize(source) <= _SMALL else _link)(source, target)
 
 
 def _rename_in_card(card: Path, before: str, after: str) -> None:

@@ -165,7 +165,7 @@ from mempo_trl.tools import ToolRunner
 
 model_id = {json.dumps(settings.model_id)}
 tokenizer = AutoTokenizer.from_pretrained(model_id)
-model = AutoModelForCausalLM.from_pretrained(model_id).eval()
+model = AutoModelForCausalLM.from_pretrained(model_id, device_map="auto").eval()
 {tools if settings.tools else "tools = []"}
 eos_token_ids = {settings.eos_token_ids}
 template_kwargs = {settings.chat_template_kwargs!r}

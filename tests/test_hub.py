@@ -1,6 +1,7 @@
 """Pushing to a stand-in for the Hub: what arrives there, and what happens when it does not."""
 
 import logging
+import pickle
 import re
 import threading
 
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from mempo_trl import MemPOConfig, MemPOTrainer
 from mempo_trl import hub as uploads
-from mempo_trl.hub import WAITS, PushError
+from mempo_trl.hub import WAITS, PushError, without_tokens
 from mempo_trl.protocol import DEFAULT_SYSTEM_PROMPT
 from mempo_trl.search import BM25Index, make_search_tool
 
@@ -63,15 +64,16 @@ def build(tmp_path, **config):
         "max_observation_length": 64,
         "context_turns": 1,
     }
-    callbacks, tools = config.pop("callbacks", None), config.pop("tools", [search])
+    tools = config.pop("tools", [search])
+    others = {name: config.pop(name) for name in ("callbacks", "peft_config") if name in config}
     trainer = MemPOTrainer(
-        tiny_llama(tokenizer),
+        config.pop("model", None) or tiny_llama(tokenizer),
         args=MemPOConfig(**{**options, **config}),
         train_dataset=Dataset.from_dict(PLAIN),
         eval_dataset=Dataset.from_dict(PLAIN),
         processing_class=tokenizer,
         tools=tools,
-        callbacks=callbacks,
+        **others,
     )
     trainer._generate_single_turn = lambda *args: Script(tokenizer, ANSWERS)(*args)  # noqa: PLW0108
     return trainer
@@ -322,6 +324,10 @@ def test_offline_is_a_warning(tmp_path, hub, monkeypatch, caplog, waits):
 # --- The card -------------------------------------------------------------------------------------------------------
 
 
+def code_of(card):
+    return re.search(r"^(`{3,})python\n(.*?)^\1$", card.text, re.DOTALL | re.MULTILINE).group(2)
+
+
 def test_the_card_says_how_the_agent_did_and_how_to_run_it(tmp_path, hub, monkeypatch, capsys):
     index = BM25Index.build([{"id": "1", "contents": '"Dune"\nA novel by Frank Herbert.'}], tmp_path / "index")
     trainer = build(tmp_path, tools=[make_search_tool(index)])
@@ -342,7 +348,7 @@ def test_the_card_says_how_the_agent_did_and_how_to_run_it(tmp_path, hub, monkey
 
     monkeypatch.chdir(tmp_path)
     hub.download("me/agent", tmp_path / "pulled")
-    code = re.search(r"```python\n(.*?)```", card.text, re.DOTALL).group(1)
+    code = code_of(card)
     assert 'model_id = "me/agent"' in code
     names = {}
     exec(compile(code.replace('"me/agent"', '"pulled"'), "README.md", "exec"), names)
@@ -352,3 +358,41 @@ def test_the_card_says_how_the_agent_did_and_how_to_run_it(tmp_path, hub, monkey
     assert asked == trained.replace("Where?", "Who wrote Dune?") != trained
     assert 1 <= len(names["trajectory"].turns[0].ids) <= 64
     assert capsys.readouterr().out.splitlines()[-1] == "None"
+
+
+def test_the_card_of_a_model_that_is_not_pushed(tmp_path, monkeypatch):
+    """No tools, no window, and a system prompt that looks like Markdown and like Python."""
+    prompt = 'Say "hi\\n":\n````json\n{}\n````'
+    trainer = build(tmp_path, push_to_hub=False, system_prompt=prompt, context_turns=None, tools=None)
+    trainer.save_model()
+    trainer.create_model_card("agent")
+    card = ModelCard.load(tmp_path / "agent" / "README.md")
+    assert "Nothing has been logged yet." in card.text
+    assert f"`````text\n{prompt}\n`````" in card.text
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(compile(code_of(card), "README.md", "exec"), names)
+    assert names["question"][0] == {"role": "system", "content": prompt}
+
+
+def test_adapters(tmp_path, hub):
+    peft = pytest.importorskip("peft")
+    for part in (tiny_llama(byte_tokenizer()), byte_tokenizer()):
+        part.save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    trainer = build(tmp_path, model=str(tmp_path / "base"), peft_config=config)
+    trainer.train()
+    pulled = AutoModelForCausalLM.from_pretrained(hub.download("me/agent", tmp_path / "pulled"))
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        ours = trainer.model.eval()(ids).logits
+        torch.testing.assert_close(pulled.eval()(ids).logits, ours)
+
+
+def test_training_arguments_are_pickled_without_tokens(tmp_path):
+    init = {"token": TOKEN, "revision": "main"}
+    args = MemPOConfig(str(tmp_path), use_cpu=True, bf16=False, hub_token=TOKEN, model_init_kwargs=init)
+    with without_tokens(args):
+        assert TOKEN.encode() not in pickle.dumps(args)
+        assert args.model_init_kwargs == {"revision": "main"}
+    assert args.hub_token == args.model_init_kwargs["token"] == TOKEN
