@@ -741,15 +741,23 @@ class MemPOTrainer(GRPOTrainer):
         return upload() if blocking else self._hub.in_background(upload)
 
     def _push_from_checkpoint(self, checkpoint_folder) -> None:
-        if self.args.hub_strategy == HubStrategy.END:
-            return
+        self._saved = Path(checkpoint_folder)
+
+    def _save_checkpoint(self, model, trial) -> None:
+        self._saved: Path | None = None
+        super()._save_checkpoint(model, trial)
+        # Only now, since TRL adds to a checkpoint after transformers would have pushed it.
+        if self._saved is not None and self.args.hub_strategy != HubStrategy.END:
+            self._push_checkpoint(self._saved)
+
+    def _push_checkpoint(self, checkpoint: Path) -> None:
         # The others write parts of a checkpoint as well.
         self.accelerator.wait_for_everyone()
         if not self.is_world_process_zero():
             return
         if self.args.hub_strategy != HubStrategy.ALL_CHECKPOINTS:
             self._hub.waiting.clear()
-        self._hub.waiting.append(Path(checkpoint_folder))
+        self._hub.waiting.append(checkpoint)
         in_progress = self.push_in_progress is not None and not self.push_in_progress.is_done()
         self._hub.skipped = in_progress and not self.args.hub_always_push
         if not self._hub.skipped:

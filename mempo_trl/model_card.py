@@ -18,6 +18,7 @@ _METRICS = re.compile(
     r"|tokens/(?:total|peak|full_context)|tools/call_frequency|stop/answer"
 )
 _REWARD_METRICS = {"exact_match_reward": "exact_match", "f1_reward": "f1"}  # names of the field
+_FIRST = ("reward", "exact_match", "f1")
 
 
 @dataclass
@@ -99,7 +100,7 @@ def _last(log_history: list[dict[str, Any]], prefix: str) -> dict[str, float]:
             if match and isinstance(value, int | float) and math.isfinite(value):
                 name = match.group(1) or match.group()
                 metrics[_REWARD_METRICS.get(name, name)] = round(float(value), 6)
-        return metrics
+        return dict(sorted(metrics.items(), key=lambda item: item[0] not in _FIRST))
     return {}
 
 

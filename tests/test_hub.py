@@ -1,6 +1,7 @@
 """Pushing to a stand-in for the Hub: what arrives there, and what happens when it does not."""
 
 import logging
+import math
 import pickle
 import re
 import threading
@@ -146,6 +147,12 @@ def test_checkpoints_that_were_not_pushed_come_with_the_next(tmp_path, hub, capl
     assert len(hub.commits) == 1
     assert {"checkpoint-1/optimizer.pt", "checkpoint-2/optimizer.pt"} <= set(hub.repos["me/agent"])
     assert len(warnings_of(caplog)) == 1
+
+
+def test_what_trl_adds_to_a_checkpoint_is_pushed_too(tmp_path, hub):
+    trainer = build(tmp_path, hub_strategy="checkpoint", use_adaptive_entropy=True, max_steps=1)
+    trainer.train()
+    assert "last-checkpoint/entropy_ctrl_state.json" in hub.repos["me/agent"]
 
 
 def warnings_of(caplog):
@@ -368,11 +375,35 @@ def test_the_card_of_a_model_that_is_not_pushed(tmp_path, monkeypatch):
     trainer.create_model_card("agent")
     card = ModelCard.load(tmp_path / "agent" / "README.md")
     assert "Nothing has been logged yet." in card.text
+    assert "model-index" not in card.data.to_dict()
     assert f"`````text\n{prompt}\n`````" in card.text
     monkeypatch.chdir(tmp_path)
     names = {}
     exec(compile(code_of(card), "README.md", "exec"), names)
     assert names["question"][0] == {"role": "system", "content": prompt}
+
+
+def test_the_card_has_the_last_metrics_that_are_numbers(tmp_path):
+    trainer = build(tmp_path, push_to_hub=False)
+    trainer.state.log_history = [
+        {"reward": 0.125, "eval_reward": 0.0},
+        {"reward": 0.25, "memory/probability": 0.5, "memory/reward": math.nan, "rewards/f1_reward/mean": 0.75},
+        {"eval_reward": 1.0, "eval_rewards/exact_match_reward/mean": 1.0, "eval_memory/probability": None},
+        {"train_loss": 0.5},
+    ]
+    trainer.create_model_card("agent", dataset_name="me/questions")
+    card = ModelCard.load(tmp_path / "agent" / "README.md")
+    rows = re.findall(r"^\| ([\w/]+) \| ([\d.]*) \| ([\d.]*) \|$", card.text, re.MULTILINE)
+    assert rows == [
+        ("reward", "0.25", "1.0"),
+        ("f1", "0.75", ""),
+        ("memory/probability", "0.5", ""),
+        ("exact_match", "", "1.0"),
+    ]
+    assert [(r.metric_type, r.metric_value, r.dataset_type) for r in card.data.eval_results] == [
+        ("reward", 1.0, "me/questions"),
+        ("exact_match", 1.0, "me/questions"),
+    ]
 
 
 def test_adapters(tmp_path, hub):
