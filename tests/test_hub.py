@@ -132,11 +132,12 @@ def test_a_save_during_an_upload_is_pushed_at_the_end(tmp_path, hub):
         def on_train_end(self, args, state, control, **kwargs):
             training.set()
 
-    # The first upload takes as long as the training, whose second checkpoint has long been deleted then.
-    hub.fail = lambda request: "/commit/" in request.path and not training.wait(60)
-    trainer = build(tmp_path, callbacks=[Release()], max_steps=3, save_total_limit=1)
+    # The first upload reads its files when the training is over and the first two checkpoints have been deleted.
+    hub.fail = lambda request: "/validate-yaml" in request.path and not training.wait(60)
+    trainer = build(tmp_path, callbacks=[Release()], max_steps=3, save_total_limit=1, hub_strategy="all_checkpoints")
     trainer.train()
     assert hub.commits == ["Training in progress, step 1", "Training in progress, step 3"]
+    assert [n for n in (1, 2, 3) if f"checkpoint-{n}/model.safetensors" in hub.repos["me/agent"]] == [1, 3]
     check_model(trainer, hub.download("me/agent", tmp_path / "pulled"))
 
 
