@@ -125,7 +125,7 @@ def test_what_was_trained_can_be_loaded_from_the_hub(tmp_path, hub, caplog, stra
     assert trainer.args.hub_token == TOKEN
 
 
-def test_a_save_during_an_upload_is_pushed_at_the_end(tmp_path, hub):
+def test_a_save_during_an_upload_is_pushed_at_the_end(tmp_path, hub, waits):
     training = threading.Event()
 
     class Release(TrainerCallback):
@@ -139,6 +139,7 @@ def test_a_save_during_an_upload_is_pushed_at_the_end(tmp_path, hub):
     assert hub.commits == ["Training in progress, step 1", "Training in progress, step 3"]
     assert [n for n in (1, 2, 3) if f"checkpoint-{n}/model.safetensors" in hub.repos["me/agent"]] == [1, 3]
     check_model(trainer, hub.download("me/agent", tmp_path / "pulled"))
+    assert waits == []
 
 
 def test_checkpoints_that_were_not_pushed_come_with_the_next(tmp_path, hub, caplog):
