@@ -126,6 +126,7 @@ class MemPOTrainer(GRPOTrainer):
     model: PreTrainedModel
     hub_model_id: Any  # a name or None
     push_in_progress: Any  # a `PushInProgress` or None
+    _saved: Path | None  # the checkpoint that is being made
     num_generations: int
     num_generations_eval: int
     max_completion_length: int
@@ -744,7 +745,7 @@ class MemPOTrainer(GRPOTrainer):
         self._saved = Path(checkpoint_folder)
 
     def _save_checkpoint(self, model, trial) -> None:
-        self._saved: Path | None = None
+        self._saved = None
         super()._save_checkpoint(model, trial)
         # Only now, since TRL adds to a checkpoint after transformers would have pushed it.
         if self._saved is not None and self.args.hub_strategy != HubStrategy.END:
