@@ -1,44 +1,84 @@
-"""A question whose rollouts are spread over two processes is scored as on one."""
+"""Training on two processes, under every engine that shards, equals training on one."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 
+ROOT = Path(__file__).parent.parent.parent
 WORKER = Path(__file__).with_name("worker.py")
 
+# Engine: the file that a user launches it with, what accelerate should say it is, the ZeRO stage.
+ENGINES = {
+    "ddp": ("multi_gpu", "MULTI_CPU", None),
+    "zero2": ("zero2", "DEEPSPEED", 2),
+    "zero3": ("zero3", "DEEPSPEED", 3),
+    "zero3_lora": ("zero3", "DEEPSPEED", 3),
+    "fsdp2": ("fsdp2", "FSDP", None),
+}
 
-def run(out: Path, processes: int) -> list[dict]:
-    out.mkdir()
-    command = [sys.executable, str(WORKER), str(out)]
+
+def run(out: Path, engine: str, processes: int) -> list[dict]:
+    """What each process wrote."""
+    command = [sys.executable]
     if processes > 1:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-        command[1:1] = launcher
+        config = ROOT / "accelerate_configs" / f"{ENGINES[engine][0]}.yaml"
+        command += ["-m", "accelerate.commands.launch", "--config_file", str(config), "--mixed_precision", "no"]
+        command += ["--num_processes", str(processes), "--main_process_port", "0"]
     done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False
+        [*command, str(WORKER), str(out), engine],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((out / f"{process}.json").read_text()) for process in range(processes)]
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [torch.load(out / f"{process}.pt") for process in range(processes)]
 
 
-def test_two_processes_equal_one(tmp_path):
-    (one,) = run(tmp_path / "one", 1)
-    two = run(tmp_path / "two", 2)
-    assert one["type"].endswith("NO")
-    assert all(process["type"].endswith("MULTI_CPU") for process in two)
-    # As many calls everywhere, although the first process's rollouts end after the first.
-    assert one["calls"] == [[4, 2, 1, 1]] * 2
-    assert [process["calls"] for process in two] == [[[2, 1, 1, 1]] * 2, [[2, 2, 1, 1]] * 2]
-    # The pool of memory rewards reaches over both.
-    together = two[0]["advantages"] + two[1]["advantages"]
-    for alone, shared in zip(one["advantages"], together, strict=True):
-        assert alone == pytest.approx(shared, abs=1e-4)
-    assert max(abs(a) for row in one["advantages"] for a in row) > 0.5
-    assert two[0]["weights"] == pytest.approx(two[1]["weights"], abs=0)
-    assert one["weights"] == pytest.approx(two[0]["weights"], abs=1e-5)
-    for name in ("memory/reward", "memory/per_rollout", "turns/mean", "stop/max_turns", "tools/failure_frequency"):
-        assert one["logs"][name] == pytest.approx(two[0]["logs"][name], abs=1e-5), name
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process wrote, with all weights trained and with adapters."""
+    return {engine: run(tmp_path_factory.mktemp(engine), engine, 1)[0] for engine in ("single", "single_lora")}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_processes_equal_one(tmp_path, alone, engine):
+    two = run(tmp_path, engine, 2)
+    for name, one in alone["single_lora" if engine.endswith("lora") else "single"].items():
+        first, second = two[0][name], two[1][name]
+        assert one["type"] == "NO"
+        assert [(process["type"], process["zero_stage"]) for process in (first, second)] == [ENGINES[engine][1:]] * 2
+
+        # As many calls everywhere, although the first process's rollouts end before the others'.
+        generations = 1 if name == "windowed" else 2
+        if name == "failing":
+            assert one["calls"] == [[2, 2, 1, 1]] * generations
+            assert [first["calls"], second["calls"]] == [[[1, 1, 1, 1]] * generations, [[2, 2, 1, 1]] * generations]
+        else:
+            assert one["calls"] == [[4, 2, 1, 1]] * generations
+            assert [first["calls"], second["calls"]] == [[[2, 1, 1, 1]] * generations, [[2, 2, 1, 1]] * generations]
+
+        # The pool of memory rewards reaches over both.
+        for single, shared in zip(one["advantages"], first["advantages"] + second["advantages"], strict=True):
+            assert single == pytest.approx(shared, abs=1e-4)
+        assert max(abs(a) for row in one["advantages"] for a in row) > 0.5
+        for metric in (
+            "memory/reward",
+            "memory/per_rollout",
+            "turns/mean",
+            "stop/max_turns",
+            "tools/failure_frequency",
+        ):
+            assert one["logs"][metric] == pytest.approx(first["logs"][metric], abs=1e-5), metric
+
+        assert first["weights"].keys() == one["weights"].keys()
+        for weight, single in one["weights"].items():
+            torch.testing.assert_close(first["weights"][weight], single, atol=1e-5, rtol=0, msg=f"{name}: {weight}")
+            if second["weights"]:
+                torch.testing.assert_close(first["weights"][weight], second["weights"][weight], atol=0, rtol=0)
