@@ -2,6 +2,7 @@
 
 import contextlib
 import fnmatch
+import functools
 import logging
 import os
 import shutil
@@ -11,8 +12,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+from accelerate.utils import broadcast_object_list
 from huggingface_hub import CommitInfo, HfApi, constants, get_session, get_token
 from huggingface_hub.errors import (
     HFValidationError,
@@ -21,7 +23,11 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from transformers import TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
+from transformers.utils.hub import PushInProgress
+
+from .checkpoints import ResumableTrainer
+from .model_card import AgentSettings, extend_card
 
 
 logger = logging.getLogger(__name__)
@@ -256,6 +262,198 @@ class HubUploader:
             if secret:
                 text = text.replace(secret, "<token>")
         return text
+
+
+class HubTrainer(ResumableTrainer):
+    """The part of a trainer that pushes to the Hub."""
+
+    hub_model_id: Any  # a name or None
+    push_in_progress: Any  # a `PushInProgress` or None
+
+    @functools.cached_property
+    def _hub(self) -> HubUploader:
+        return HubUploader(self.args)
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """
+        Create the repository `self.args.hub_model_id`. Call it on every process.
+
+        A Hub that cannot be reached is worth a warning: the next push tries again.
+
+        Args:
+            token (`str`, *optional*):
+                Token with write permission. Defaults to `self.args.hub_token`.
+            private (`bool`, *optional*):
+                Whether to make the repo private when it is created. Defaults to `self.args.hub_private_repo`.
+
+        Raises:
+            PushError: if the Hub refuses, on every process.
+        """
+        refusal: list[str | None] = [None]
+        if self.is_world_process_zero():
+            try:
+                self._hub.create_repo(token, private)
+            except PushError as error:
+                if error.refused:
+                    refusal = [str(error)]
+                else:
+                    logger.warning("%s Training goes on; the next push tries again.", error)
+            self.hub_model_id = self._hub.repo_id
+            self.push_in_progress = None
+        broadcast_object_list(refusal)
+        if refusal[0] is not None:
+            raise PushError(
+                f"{refusal[0]} Check `hub_token` (or log in with `hf auth login`) and `hub_model_id`, or set "
+                "`push_to_hub=False`.",
+                refused=True,
+            )
+
+    def create_model_card(  # type: ignore[override]
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """
+        Write `README.md` in the output directory: TRL's model card, with the last metrics, the settings that matter at
+        inference, and code that runs the agent.
+
+        Args:
+            model_name (`str`, *optional*):
+                Name of the model.
+            dataset_name (`str`, *optional*):
+                Name of the dataset used for training.
+            tags (`str` or `list[str]`, *optional*):
+                Tags to be associated with the model card.
+        """
+        if not self.is_world_process_zero():
+            return
+        if self.hub_model_id is not None:
+            self.hub_model_id = self._hub.repo_id  # a push may have found out its full name
+        super().create_model_card(model_name, dataset_name, tags)
+        settings = self._agent_settings(self.hub_model_id or model_name or "model")
+        extend_card(Path(str(self.args.output_dir)) / "README.md", settings, self.state.log_history, dataset_name)
+
+    def _agent_settings(self, model_id: str) -> AgentSettings:
+        """What the agent needs at inference."""
+        raise NotImplementedError
+
+    def _save(self, output_dir=None, state_dict=None) -> None:
+        with without_tokens(self.args):
+            super()._save(output_dir, state_dict)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """
+        Save the model, as TRL's trainer does. If it is then pushed to the Hub, a push that fails is a warning.
+        """
+        super().save_model(output_dir, _internal_call=True)
+        if self.args.push_to_hub and not _internal_call:
+            try:
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+            except PushError as error:
+                logger.warning("%s", error)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs,
+    ):
+        """
+        Save the model, the tokenizer and the model card in the output directory and upload it. Call it on every
+        process; only the main one uploads, and none waits for it.
+
+        Args:
+            commit_message (`str`, *optional*, defaults to `"End of training"`):
+                Message of the commit.
+            blocking (`bool`, *optional*, defaults to `True`):
+                Whether to return only when the upload has finished.
+            token (`str`, *optional*):
+                Token with write permission. Defaults to `self.args.hub_token`.
+            revision (`str`, *optional*):
+                Branch to commit to. Defaults to `self.args.hub_revision`.
+            private (`bool`, *optional*):
+                Whether to make the repo private when it is created. Defaults to `self.args.hub_private_repo`.
+            kwargs:
+                Arguments of [`create_model_card`](MemPOTrainer.create_model_card).
+
+        Returns:
+            The commit, or a `Future` of it if `blocking=False`; `None` on all processes but the main one.
+
+        Raises:
+            PushError: if the upload fails, after several attempts. With `blocking=False` the `Future` raises it.
+        """
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        self._finish_current_push()
+        output_dir = self._hub.output_dir
+        self.hub_model_id = self._hub.repo_id
+        tags = kwargs.pop("tags", None) or []
+        tags = [*([tags] if isinstance(tags, str) else tags), *(getattr(self.model, "model_tags", None) or [])]
+        model_name = kwargs.pop("model_name", None) or self.hub_model_id.split("/")[-1]
+        self.create_model_card(model_name=model_name, tags=tags, **kwargs)
+
+        def upload():
+            try:
+                return self._hub.upload(output_dir, commit_message or "End of training", revision, token, private)
+            except PushError as error:
+                message = f"{error} The files are on disk in {output_dir}: call `push_to_hub()` again to upload them."
+                if not blocking:
+                    logger.warning("%s", message)
+                raise PushError(message, error.refused) from error
+            finally:
+                self.hub_model_id = self._hub.repo_id
+
+        return upload() if blocking else self._hub.in_background(upload)
+
+    def _checkpoint_saved(self, checkpoint: Path) -> None:
+        if self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END:
+            self._push_checkpoint(checkpoint)
+
+    def _push_checkpoint(self, checkpoint: Path) -> None:
+        # The others write parts of a checkpoint as well.
+        self.accelerator.wait_for_everyone()
+        if not self.is_world_process_zero():
+            return
+        if self.args.hub_strategy != HubStrategy.ALL_CHECKPOINTS:
+            self._hub.waiting.clear()
+        self._hub.waiting.append(checkpoint)
+        in_progress = self.push_in_progress is not None and not self.push_in_progress.is_done()
+        self._hub.skipped = in_progress and not self.args.hub_always_push
+        if not self._hub.skipped:
+            self._push_waiting()
+
+    def _push_waiting(self) -> None:
+        """Upload in the background what has been saved and not been pushed."""
+        hub = self._hub
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        checkpoints = [checkpoint for checkpoint in hub.waiting if checkpoint.exists()]
+        if not checkpoints:
+            return
+        folders = {}
+        if self.args.hub_strategy == HubStrategy.CHECKPOINT:
+            folders = {"last-checkpoint": checkpoints[-1]}
+        elif self.args.hub_strategy == HubStrategy.ALL_CHECKPOINTS:
+            folders = {checkpoint.name: checkpoint for checkpoint in checkpoints}
+        by_steps = self.args.save_strategy == SaveStrategy.STEPS
+        now = f"step {self.state.global_step}" if by_steps else f"epoch {int(self.state.epoch or 0)}"
+        try:
+            stage = hub.stage(checkpoints[-1], self._tokenizer.save_pretrained, folders)
+        except OSError as error:
+            hub.warn(error, checkpoints[-1])
+            return
+        job = hub.in_background(lambda: hub.push_checkpoint(stage, checkpoints, f"Training in progress, {now}"))
+        running: list[Any] = self.push_in_progress.jobs if self.push_in_progress is not None else []
+        self.push_in_progress = PushInProgress(cast(Any, [other for other in running if not other.done()] + [job]))
+
+    def _finish_current_push(self) -> None:
+        super()._finish_current_push()
+        if self._hub.skipped:
+            self._hub.skipped = False
+            self._push_waiting()
+            super()._finish_current_push()
 
 
 @contextlib.contextmanager

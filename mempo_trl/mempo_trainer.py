@@ -1,23 +1,18 @@
 """`MemPOTrainer`: GRPO with multi-turn rollouts and a memory-level advantage."""
 
 import dataclasses
-import functools
 import logging
 import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate.utils import broadcast_object_list, is_peft_model
+from accelerate.utils import is_peft_model
 from datasets import Dataset
 from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
-from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils import get_json_schema
-from transformers.utils.hub import PushInProgress
-from trl import GRPOTrainer
 from trl.chat_template_utils import add_response_schema, parse_response
 from trl.data_utils import is_conversational
 from trl.trainer.utils import get_config_model_id, pad
@@ -25,7 +20,7 @@ from trl.trainer.utils import get_config_model_id, pad
 from .advantages import memory_advantages, token_advantages
 from .chat_templates import ObservationRenderer
 from .data.columns import check_answers, prepare_dataset
-from .hub import HubUploader, PushError, without_tokens
+from .hub import HubTrainer
 from .memory_reward import (
     AnswerTarget,
     MemoryBranches,
@@ -35,7 +30,7 @@ from .memory_reward import (
     score_memories,
 )
 from .mempo_config import MemPOConfig
-from .model_card import AgentSettings, extend_card
+from .model_card import AgentSettings
 from .prefix_tree import Branch, BranchScorer, Form, evaluation_mode
 from .protocol import DEFAULT_SYSTEM_PROMPT, MEMORY_TAGS, TAG, ToolCall
 from .rewards import outcome_reward
@@ -53,7 +48,7 @@ _PLAIN_TEMPLATE = (
 )
 
 
-class MemPOTrainer(GRPOTrainer):
+class MemPOTrainer(HubTrainer):
     """
     Trainer for Self-Memory Policy Optimization (MemPO), introduced in [MemPO: Self-Memory Policy Optimization for
     Long-Horizon Agents](https://huggingface.co/papers/2603.00680).
@@ -124,9 +119,6 @@ class MemPOTrainer(GRPOTrainer):
 
     args: MemPOConfig
     model: PreTrainedModel
-    hub_model_id: Any  # a name or None
-    push_in_progress: Any  # a `PushInProgress` or None
-    _saved: Path | None  # the checkpoint that is being made
     num_generations: int
     num_generations_eval: int
     max_completion_length: int
@@ -214,6 +206,19 @@ class MemPOTrainer(GRPOTrainer):
             raise ValueError(
                 "`context_turns` does not work with the load-balancing loss of a mixture of experts: set "
                 "`router_aux_loss_coef=0`, or leave `context_turns` at None."
+            )
+        if (
+            args.context_turns is not None
+            and args.max_tokens_per_forward is not None
+            and args.gradient_checkpointing
+            and cast(dict[str, Any], args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+            and args.distributed_state is not None
+            and args.distributed_state.use_distributed
+        ):
+            raise ValueError(
+                "`max_tokens_per_forward` would make several forwards of one backward, which reentrant gradient "
+                "checkpointing cannot do over several processes (with adapters, DeepSpeed ZeRO-3 needs it reentrant): "
+                "leave it at None and lower `per_device_train_batch_size`, or set `gradient_checkpointing=False`."
             )
         self._trajectories: list[Trajectory] = []
         self._segments: torch.Tensor | None = None  # of the rows that log-probabilities are being taken of
@@ -584,68 +589,7 @@ class MemPOTrainer(GRPOTrainer):
         model = self.accelerator.unwrap_model(model)
         return model.get_base_model() if is_peft_model(model) else model
 
-    # --- The Hub ------------------------------------------------------------------------------------------------
-
-    @functools.cached_property
-    def _hub(self) -> HubUploader:
-        return HubUploader(self.args)
-
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """
-        Create the repository `self.args.hub_model_id`. Call it on every process.
-
-        A Hub that cannot be reached is worth a warning: the next push tries again.
-
-        Args:
-            token (`str`, *optional*):
-                Token with write permission. Defaults to `self.args.hub_token`.
-            private (`bool`, *optional*):
-                Whether to make the repo private when it is created. Defaults to `self.args.hub_private_repo`.
-
-        Raises:
-            PushError: if the Hub refuses, on every process.
-        """
-        refusal: list[str | None] = [None]
-        if self.is_world_process_zero():
-            try:
-                self._hub.create_repo(token, private)
-            except PushError as error:
-                if error.refused:
-                    refusal = [str(error)]
-                else:
-                    logger.warning("%s Training goes on; the next push tries again.", error)
-            self.hub_model_id = self._hub.repo_id
-            self.push_in_progress = None
-        broadcast_object_list(refusal)
-        if refusal[0] is not None:
-            raise PushError(
-                f"{refusal[0]} Check `hub_token` (or log in with `hf auth login`) and `hub_model_id`, or set "
-                "`push_to_hub=False`.",
-                refused=True,
-            )
-
-    def create_model_card(  # type: ignore[override]
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
-    ) -> None:
-        """
-        Write `README.md` in the output directory: TRL's model card, with the last metrics, the settings that matter at
-        inference, and code that runs the agent.
-
-        Args:
-            model_name (`str`, *optional*):
-                Name of the model.
-            dataset_name (`str`, *optional*):
-                Name of the dataset used for training.
-            tags (`str` or `list[str]`, *optional*):
-                Tags to be associated with the model card.
-        """
-        if not self.is_world_process_zero():
-            return
-        if self.hub_model_id is not None:
-            self.hub_model_id = self._hub.repo_id  # a push may have found out its full name
-        super().create_model_card(model_name, dataset_name, tags)
-        settings = self._agent_settings(self.hub_model_id or model_name or "model")
-        extend_card(Path(str(self.args.output_dir)) / "README.md", settings, self.state.log_history, dataset_name)
+    # --- Inference ----------------------------------------------------------------------------------------------------
 
     def _agent_settings(self, model_id: str) -> AgentSettings:
         system_prompt = self.args.system_prompt
@@ -667,132 +611,6 @@ class MemPOTrainer(GRPOTrainer):
             chat_template_kwargs=self.chat_template_kwargs,
             tools=[get_json_schema(tool) for tool in self.tools or []],
         )
-
-    def _save(self, output_dir=None, state_dict=None) -> None:
-        with without_tokens(self.args):
-            super()._save(output_dir, state_dict)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """
-        Save the model, as TRL's trainer does. If it is then pushed to the Hub, a push that fails is a warning.
-        """
-        super().save_model(output_dir, _internal_call=True)
-        if self.args.push_to_hub and not _internal_call:
-            try:
-                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-            except PushError as error:
-                logger.warning("%s", error)
-
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        **kwargs,
-    ):
-        """
-        Save the model, the tokenizer and the model card in the output directory and upload it. Call it on every
-        process; only the main one uploads, and none waits for it.
-
-        Args:
-            commit_message (`str`, *optional*, defaults to `"End of training"`):
-                Message of the commit.
-            blocking (`bool`, *optional*, defaults to `True`):
-                Whether to return only when the upload has finished.
-            token (`str`, *optional*):
-                Token with write permission. Defaults to `self.args.hub_token`.
-            revision (`str`, *optional*):
-                Branch to commit to. Defaults to `self.args.hub_revision`.
-            private (`bool`, *optional*):
-                Whether to make the repo private when it is created. Defaults to `self.args.hub_private_repo`.
-            kwargs:
-                Arguments of [`create_model_card`](MemPOTrainer.create_model_card).
-
-        Returns:
-            The commit, or a `Future` of it if `blocking=False`; `None` on all processes but the main one.
-
-        Raises:
-            PushError: if the upload fails, after several attempts. With `blocking=False` the `Future` raises it.
-        """
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        self.save_model(_internal_call=True)
-        if not self.is_world_process_zero():
-            return None
-        self._finish_current_push()
-        output_dir = self._hub.output_dir
-        self.hub_model_id = self._hub.repo_id
-        tags = kwargs.pop("tags", None) or []
-        tags = [*([tags] if isinstance(tags, str) else tags), *(getattr(self.model, "model_tags", None) or [])]
-        model_name = kwargs.pop("model_name", None) or self.hub_model_id.split("/")[-1]
-        self.create_model_card(model_name=model_name, tags=tags, **kwargs)
-
-        def upload():
-            try:
-                return self._hub.upload(output_dir, commit_message or "End of training", revision, token, private)
-            except PushError as error:
-                message = f"{error} The files are on disk in {output_dir}: call `push_to_hub()` again to upload them."
-                if not blocking:
-                    logger.warning("%s", message)
-                raise PushError(message, error.refused) from error
-            finally:
-                self.hub_model_id = self._hub.repo_id
-
-        return upload() if blocking else self._hub.in_background(upload)
-
-    def _push_from_checkpoint(self, checkpoint_folder) -> None:
-        self._saved = Path(checkpoint_folder)
-
-    def _save_checkpoint(self, model, trial) -> None:
-        self._saved = None
-        super()._save_checkpoint(model, trial)
-        # Only now, since TRL adds to a checkpoint after transformers would have pushed it.
-        if self._saved is not None and self.args.hub_strategy != HubStrategy.END:
-            self._push_checkpoint(self._saved)
-
-    def _push_checkpoint(self, checkpoint: Path) -> None:
-        # The others write parts of a checkpoint as well.
-        self.accelerator.wait_for_everyone()
-        if not self.is_world_process_zero():
-            return
-        if self.args.hub_strategy != HubStrategy.ALL_CHECKPOINTS:
-            self._hub.waiting.clear()
-        self._hub.waiting.append(checkpoint)
-        in_progress = self.push_in_progress is not None and not self.push_in_progress.is_done()
-        self._hub.skipped = in_progress and not self.args.hub_always_push
-        if not self._hub.skipped:
-            self._push_waiting()
-
-    def _push_waiting(self) -> None:
-        """Upload in the background what has been saved and not been pushed."""
-        hub = self._hub
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        checkpoints = [checkpoint for checkpoint in hub.waiting if checkpoint.exists()]
-        if not checkpoints:
-            return
-        folders = {}
-        if self.args.hub_strategy == HubStrategy.CHECKPOINT:
-            folders = {"last-checkpoint": checkpoints[-1]}
-        elif self.args.hub_strategy == HubStrategy.ALL_CHECKPOINTS:
-            folders = {checkpoint.name: checkpoint for checkpoint in checkpoints}
-        by_steps = self.args.save_strategy == SaveStrategy.STEPS
-        now = f"step {self.state.global_step}" if by_steps else f"epoch {int(self.state.epoch or 0)}"
-        try:
-            stage = hub.stage(checkpoints[-1], self._tokenizer.save_pretrained, folders)
-        except OSError as error:
-            hub.warn(error, checkpoints[-1])
-            return
-        job = hub.in_background(lambda: hub.push_checkpoint(stage, checkpoints, f"Training in progress, {now}"))
-        running: list[Any] = self.push_in_progress.jobs if self.push_in_progress is not None else []
-        self.push_in_progress = PushInProgress(cast(Any, [other for other in running if not other.done()] + [job]))
-
-    def _finish_current_push(self) -> None:
-        super()._finish_current_push()
-        if self._hub.skipped:
-            self._hub.skipped = False
-            self._push_waiting()
-            super()._finish_current_push()
 
     # --- Metrics ------------------------------------------------------------------------------------------------
 
