@@ -212,7 +212,9 @@ class MemPOTrainer(GRPOTrainer):
         if self.use_vllm:
             # vLLM knows the end tokens of the checkpoint that it loaded, which need not be those of the tokenizer given
             # here. The limit of a turn is set turn by turn.
-            own = {name: value for name, value in self.vllm_generation.generation_kwargs.items() if name != "max_tokens"}
+            own = {
+                name: value for name, value in self.vllm_generation.generation_kwargs.items() if name != "max_tokens"
+            }
             ends = [*own.get("stop_token_ids", []), *self.eos_token_ids]
             self.vllm_generation.generation_kwargs = {**own, "stop_token_ids": list(dict.fromkeys(ends))}
         self._loop = self._make_loop()

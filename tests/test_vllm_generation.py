@@ -100,5 +100,7 @@ def test_environments_share_no_first_turn(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("own", [{"logprobs": 5}, {"logprobs": None}, {"n": 2}])
 def test_only_the_sampled_tokens_are_asked_for(tmp_path, monkeypatch, own):
-    with pytest.raises(ValueError, match=rf"`generation_kwargs={{'{next(iter(own))}'.*is not supported with `use_vllm`"):
+    with pytest.raises(
+        ValueError, match=rf"`generation_kwargs={{'{next(iter(own))}'.*is not supported with `use_vllm`"
+    ):
         make_trainer(tmp_path, monkeypatch, generation_kwargs=own)

@@ -37,10 +37,12 @@ def run(out: Path, num_generations: int, questions: list[str]):
     [
         pytest.param(
             2,
-            # Two questions a process and step.
-            ["q0 plan 1", "q1 plan 1", "q2 plan 9", "q3 plan 29"]  # one process answers at once, the other never
-            + ["q4 plan 13", "q5 plan 2", "q6 plan 3" + NO_ROOM, "q7 plan 3" + NO_ROOM]
-            + ["q8 plan 9" + NO_ROOM, "q9 plan 2", "q10 plan 9", "q11 plan 1"],
+            [
+                # Two questions a process and step. One process answers at once, the other runs on.
+                *("q0 plan 1", "q1 plan 1", "q2 plan 9", "q3 plan 29"),
+                *("q4 plan 13", "q5 plan 2", "q6 plan 3" + NO_ROOM, "q7 plan 3" + NO_ROOM),
+                *("q8 plan 9" + NO_ROOM, "q9 plan 2", "q10 plan 9", "q11 plan 1"),
+            ],
             [
                 [[1, 1, 1, 1], [4, 4, 2, 4]],
                 [[1, 3, 2, 2], [0, 0, 0, 0]],

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples" / "relay")]
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples" / "relay"))
 
 import torch
 import vllm.model_executor.layers.utils as vllm_layers
@@ -50,16 +50,24 @@ def weights_behind(model, engine) -> dict[str, float]:
 
 def main(checkpoint: Path, out: Path, options: dict) -> None:
     vllm_layers.dispatch_cpu_unquantized_gemm = keep_weights
-    # Compiling takes longer than the whole run.
-    vllm_generation.LLM = functools.partial(vllm_generation.LLM, enforce_eager=True)
+    # Compiling takes longer than the whole run, and rollouts as short as these fill no block of the usual size.
+    engine_options = {"enforce_eager": True, "block_size": 32, "dtype": options.pop("dtype", "auto")}
+    vllm_generation.LLM = functools.partial(vllm_generation.LLM, **engine_options)
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     first_weights = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, eos_token="<|im_end|>")
     world = ColdStart().world(seed=40, questions=40)
+    dataset = world.to_dataset()
+    if "vllm_max_model_length" in options:  # too little for every second question
+        more = " and" * options["vllm_max_model_length"]
+        dataset = dataset.map(
+            lambda row, number: {"question": row["question"] + more * (number % 2)}, with_indices=True
+        )
     args = {
         **one_step(out / "run", GROUP * QUESTIONS),
         "num_generations": GROUP,
         "max_steps": 3,
+        "shuffle_dataset": False,
         "max_turns": 4,
         "max_turn_length": 64,
         "max_observation_length": MAX_OBSERVATION_LENGTH,
@@ -74,7 +82,7 @@ def main(checkpoint: Path, out: Path, options: dict) -> None:
     trainer = MemPOTrainer(
         model,
         args=MemPOConfig(**args),
-        train_dataset=world.to_dataset(),
+        train_dataset=dataset,
         processing_class=tokenizer,
         tools=[make_search_tool(BM25Index.build(world.documents, out / "index"), k=1)],
     )
@@ -87,40 +95,36 @@ def main(checkpoint: Path, out: Path, options: dict) -> None:
         outputs = ask(prompts, sampling_params=sampling_params, **kwargs)
         calls.append(
             {
-                "prompts": len(prompts),
                 "max_tokens": sampling_params.max_tokens,
                 "cached": sum(output.num_cached_tokens or 0 for output in outputs),
-                "longest": max(
-                    len(output.prompt_token_ids) + len(output.outputs[0].token_ids) for output in outputs
-                ),
+                "longest": max(len(output.prompt_token_ids + output.outputs[0].token_ids) for output in outputs),
             }
         )
         return outputs
 
     def watch_rollouts(prompts):
         result = generate(prompts)
-        now, before = [], []
+        sampled: list[float] = []
+        scores: dict[str, list[float]] = {"now": [], "at_first": []}
         model.eval()
         for trajectory in trainer._trajectories:
             for number, turn in enumerate(trajectory.turns):
+                sampled += turn.logprobs
                 context = trajectory.context_ids(number)
-                for scorer, differences in ((model, now), (first_weights, before)):
-                    logps = plain_logps(scorer, context, turn.ids, trainer.temperature)
-                    differences += [abs(a - b) for a, b in zip(logps, turn.logprobs, strict=True)]
+                scores["now"] += plain_logps(model, context, turn.ids, trainer.temperature)
+                scores["at_first"] += plain_logps(first_weights, context, turn.ids, trainer.temperature)
         model.train()
+        turns = [turn for trajectory in trainer._trajectories for turn in trajectory.turns]
         steps.append(
             {
-                "turns": [len(t.turns) for t in trainer._trajectories],
-                "ends": [
-                    sum(i in trainer.eos_token_ids for i in turn.ids[:-1])
-                    for t in trainer._trajectories
-                    for turn in t.turns
-                ],
-                "stops": [t.stop_reason for t in trainer._trajectories],
-                "tokens": len(now),
-                "difference": sum(now) / len(now),
-                "largest_difference": max(now),
-                "difference_to_first_weights": sum(before) / len(before),
+                "turns": [len(trajectory.turns) for trajectory in trainer._trajectories],
+                "stops": [trajectory.stop_reason for trajectory in trainer._trajectories],
+                "ended": sum(turn.ended for turn in turns),
+                "ran_on": sum(not set(trainer.eos_token_ids).isdisjoint(turn.ids[:-1]) for turn in turns),
+                "difference": {
+                    name: sum(abs(a - b) for a, b in zip(sampled, logps, strict=True)) / len(sampled)
+                    for name, logps in scores.items()
+                },
                 "weights_behind": weights_behind(model, engine),
                 "calls": calls.copy(),
             }
@@ -130,19 +134,16 @@ def main(checkpoint: Path, out: Path, options: dict) -> None:
 
     engine.generate, trainer._generate = watch_calls, watch_rollouts
     trainer.train()
-    config = engine.llm_engine.vllm_config
-    (out / "seen.json").write_text(
-        json.dumps(
-            {
-                "prefix_caching": config.cache_config.enable_prefix_caching,
-                "dtype": str(config.model_config.dtype),
-                "max_model_len": config.model_config.max_model_len,
-                "moved": max((p - q).abs().max().item() for p, q in zip(model.parameters(), first_weights.parameters(), strict=True)),
-                "steps": steps,
-                "logs": [logs for logs in trainer.state.log_history if "reward" in logs],
-            }
-        )
-    )
+    moved = [(p - q).abs().max().item() for p, q in zip(model.parameters(), first_weights.parameters(), strict=True)]
+    seen = {
+        "prefix_caching": engine.llm_engine.vllm_config.cache_config.enable_prefix_caching,
+        "max_model_len": engine.llm_engine.model_config.max_model_len,
+        "dtype": str(engine.llm_engine.model_config.dtype),
+        "moved": min(moved),
+        "steps": steps,
+        "logs": [logs for logs in trainer.state.log_history if "reward" in logs],
+    }
+    (out / "seen.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":

