@@ -33,6 +33,7 @@ from .protocol import MEMORY_TAGS, TAG, ToolCall
 from .rewards import outcome_reward
 from .rollout import STOP_REASONS, AgentLoop, Trajectory
 from .tools import ToolRunner
+from .vllm_requests import fit_into_context
 
 
 logger = logging.getLogger(__name__)
@@ -218,6 +219,10 @@ class MemPOTrainer(GRPOTrainer):
             ends = [*own.get("stop_token_ids", []), *self.eos_token_ids]
             self.vllm_generation.generation_kwargs = {**own, "stop_token_ids": list(dict.fromkeys(ends))}
         self._loop = self._make_loop()
+        if self.use_vllm and self.vllm_mode == "server" and self.accelerator.is_main_process:
+            length = self._loop.max_context_length
+            if length is not None:
+                fit_into_context(self.vllm_generation.vllm_client, length)
         self._scorer = BranchScorer(
             self._tokenizer.pad_token_id,
             self.accelerator.device,

@@ -26,7 +26,7 @@ class Engine:
             self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=config))
         else:
             info = {"model_config": {"logprobs_mode": "processed_logprobs", **vars(config)}}
-            self.vllm_client = SimpleNamespace(get_server_info=lambda: info)
+            self.vllm_client = SimpleNamespace(get_server_info=lambda: info, generate=None)
         self.calls = []
 
     def sync_weights(self):

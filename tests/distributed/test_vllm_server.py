@@ -14,6 +14,7 @@ from vllm_stand_in import MAX_MODEL_LEN, logprob, serve
 WORKER = Path(__file__).with_name("vllm_server_worker.py")
 PROCESSES, ROWS = 2, 4
 NO_ROOM = " and so on" * 200
+LITTLE_ROOM = " and so on" * 150  # less than a turn may have
 
 
 def run(out: Path, num_generations: int, questions: list[str]):
@@ -41,17 +42,17 @@ def run(out: Path, num_generations: int, questions: list[str]):
                 # Two questions a process and step. One process answers at once, the other runs on.
                 *("q0 plan 1", "q1 plan 1", "q2 plan 9", "q3 plan 29"),
                 *("q4 plan 13", "q5 plan 2", "q6 plan 3" + NO_ROOM, "q7 plan 3" + NO_ROOM),
-                *("q8 plan 9" + NO_ROOM, "q9 plan 2", "q10 plan 9", "q11 plan 1"),
+                *("q8 plan 9" + NO_ROOM, "q9 plan 2", "q10 plan 9", "q11 plan 2" + LITTLE_ROOM),
             ],
             [
                 [[1, 1, 1, 1], [4, 4, 2, 4]],
                 [[1, 3, 2, 2], [0, 0, 0, 0]],
-                [[0, 0, 2, 2], [4, 4, 1, 1]],
+                [[0, 0, 2, 2], [4, 4, 2, 2]],
             ],
             [
                 [(4, 2), (8, 1), (6, 1), (6, 1)],
                 [(8, 1), (6, 1), (2, 1)],
-                [(8, 1), (4, 1), (4, 1), (4, 1)],
+                [(6, 1), (2, 1), (6, 1), (2, 1), (4, 1), (4, 1)],
             ],
             id="several questions a process",
         ),
@@ -93,7 +94,7 @@ def test_each_process_gets_its_own_completions(tmp_path, num_generations, questi
             request = next(asked)
             assert (len(request["prompt"]), request["n"]) == (size, n)
             assert size * n % PROCESSES == 0
-            assert max(map(len, request["prompt"])) + 1 <= MAX_MODEL_LEN
+            assert max(map(len, request["prompt"])) + request["max_tokens"] <= MAX_MODEL_LEN
     assert next(asked, None) is None
     # Weights are sent once a step, before its first turn, and what was cached for the old ones is dropped.
     (first, *later) = [paths.split() for paths in " ".join(stand_in.paths).split("/update_weights")[1:]]

@@ -53,19 +53,19 @@ class StandIn:
         turns = int(plan[1][rollout % len(plan[1])])
         section = "think" if number == 1 else "mem"
         action = "<answer>Paris</answer>" if number >= turns else call("x")
-        return f"<{section}>rollout {rollout}, turn {number}, saw {checksum(context)}</{section}>{action}"
+        return f"<{section}>rollout {rollout}, turn {number}, saw {checksum(context):010}</{section}>{action}"
 
     def complete(self, request: dict) -> dict | str:
         """The answer to a request, or what is wrong with it."""
         self.requests.append(request)
         longest = max(map(len, request["prompt"]))
-        if longest >= MAX_MODEL_LEN or request["max_tokens"] > MAX_MODEL_LEN:
+        if longest + request["max_tokens"] > MAX_MODEL_LEN:
             return f"{longest} tokens and {request['max_tokens']} more were asked for, of at most {MAX_MODEL_LEN}."
         choices = []
         for context in request["prompt"]:
             for _ in range(request["n"]):
                 ids = self.tokenizer(self.write(context), add_special_tokens=False)["input_ids"]
-                ids = [*ids, self.tokenizer.eos_token_id][: min(request["max_tokens"], MAX_MODEL_LEN - len(context))]
+                ids = [*ids, self.tokenizer.eos_token_id][: request["max_tokens"]]
                 choices.append(
                     {
                         "prompt_token_ids": context,
