@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from accelerate.utils import is_peft_model
+from accelerate.utils import broadcast_object_list, is_peft_model
 from datasets import Dataset
 from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import get_json_schema
@@ -36,6 +36,7 @@ from .protocol import DEFAULT_SYSTEM_PROMPT, MEMORY_TAGS, TAG, ToolCall
 from .rewards import outcome_reward
 from .rollout import STOP_REASONS, AgentLoop, Trajectory
 from .tools import ToolRunner
+from .vllm_requests import fit_into_context
 
 
 logger = logging.getLogger(__name__)
@@ -161,6 +162,7 @@ class MemPOTrainer(HubTrainer):
         if processing_class.eos_token_id is None:
             raise ValueError("`processing_class` has no end-of-turn token: set its `eos_token`.")
         _check_tools(tools)
+        _check_sampling(args)
         if reward_funcs is None and not _brings_reward(environment_factory):
             reward_funcs = outcome_reward
 
@@ -224,7 +226,19 @@ class MemPOTrainer(HubTrainer):
         self._segments: torch.Tensor | None = None  # of the rows that log-probabilities are being taken of
         self._memory_pass: _MemoryPass | None = None  # of the batch that is being generated
         self._generation_seconds = 0.0
+        if self.use_vllm:
+            # vLLM knows the end tokens of the checkpoint that it loaded, which need not be those of the tokenizer given
+            # here. The limit of a turn is set turn by turn.
+            own = {
+                name: value for name, value in self.vllm_generation.generation_kwargs.items() if name != "max_tokens"
+            }
+            ends = [*own.get("stop_token_ids", []), *self.eos_token_ids]
+            self.vllm_generation.generation_kwargs = {**own, "stop_token_ids": list(dict.fromkeys(ends))}
         self._loop = self._make_loop()
+        if self.use_vllm and self.vllm_mode == "server" and self.accelerator.is_main_process:
+            length = self._loop.max_context_length
+            if length is not None:
+                fit_into_context(self.vllm_generation.vllm_client, length)
         self._scorer = BranchScorer(
             self._tokenizer.pad_token_id,
             self.accelerator.device,
@@ -330,15 +344,18 @@ class MemPOTrainer(HubTrainer):
     def _generate_turn(self, contexts: list[list[int]], max_new_tokens: int, first: bool):
         """Sample one turn after each context, through whatever engine TRL was told to use."""
         own: Any = self.args.generation_kwargs or {}
-        max_new_tokens = min(max_new_tokens, own.get("max_new_tokens", max_new_tokens))
+        limit = own.get("max_tokens" if self.use_vllm else "max_new_tokens")
+        max_new_tokens = max_new_tokens if limit is None else min(max_new_tokens, limit)
         if self.use_vllm:
             self.vllm_generation.max_completion_length = max_new_tokens
         else:
             self.generation_config.max_new_tokens = max_new_tokens
             self.generation_kwargs["max_new_tokens"] = max_new_tokens
         mode_generations = self.num_generations if self.model.training else self.num_generations_eval
+        # An environment may have told each rollout of a question something else.
+        shared = first and self.environment_factories is None
         started = time.perf_counter()
-        turns = self._generate_single_turn(contexts, None, {}, mode_generations if first else 1)
+        turns = self._generate_single_turn(contexts, None, {}, mode_generations if shared else 1)
         self._generation_seconds += time.perf_counter() - started
         return turns
 
@@ -363,7 +380,11 @@ class MemPOTrainer(HubTrainer):
         if self.use_vllm and self.vllm_mode == "colocate":
             lengths.append(self.vllm_generation.llm.llm_engine.model_config.max_model_len)
         elif self.use_vllm:
-            lengths.append(self.args.vllm_max_model_length)
+            # The server's own limit is what it refuses prompts by. Only the main process is connected to it.
+            served = [None]
+            if self.accelerator.is_main_process:
+                served = [self.vllm_generation.vllm_client.get_server_info()["model_config"].get("max_model_len")]
+            lengths += [self.args.vllm_max_model_length, *broadcast_object_list(served)]
         return min((length for length in lengths if length is not None), default=None)
 
     def _max_over_processes(self, value: int) -> int:
@@ -763,6 +784,16 @@ def _check_tools(tools) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"`tools` has several functions named {name!r}: rename all but one.")
+
+
+def _check_sampling(args: MemPOConfig) -> None:
+    """Raise `ValueError` if vLLM is told to return anything but one turn, with the log-probabilities of its tokens."""
+    own: Any = (args.use_vllm and args.generation_kwargs) or {}
+    for name, value in (("n", 1), ("logprobs", 0)):
+        if own.get(name, value) != value:
+            raise ValueError(
+                f"`generation_kwargs={{{name!r}: {own[name]!r}}}` is not supported with `use_vllm`: leave {name!r} out."
+            )
 
 
 def _brings_reward(environment_factory) -> bool:

@@ -249,7 +249,8 @@ class AgentLoop:
         contexts = [trajectories[row].context_ids(len(trajectories[row].turns)) for row in active]
         rooms = [self._room(trajectories[row]) for row in active]
         missing = (most if self.equal_sizes else 1) - len(contexts)
-        contexts += [trajectories[0].prompt_ids] * missing
+        # One token fits into any model's context; a whole prompt may be what left this process without a rollout.
+        contexts += [trajectories[0].prompt_ids[:1]] * missing
         max_new_tokens = self.max_over_processes(max(rooms, default=1))
         turns, logprobs = self.generate(contexts, max_new_tokens, first)
         for index, (row, room) in enumerate(zip(active, rooms, strict=True)):

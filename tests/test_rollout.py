@@ -268,6 +268,8 @@ def test_processes_stay_in_step(equal_sizes):
         def generate(contexts, max_new_tokens, first):
             sizes[process].append((len(contexts), first, max_new_tokens))
             active = sum(len(turns) > len(script.calls) for turns in script.rows)
+            # Whatever left no room must not be sent all the same.
+            assert all(len(context) == 1 for context in contexts[active:])
             turns, _ = script(contexts[:active], None, {}, 1)
             return turns + [[EOS]] * (len(contexts) - active), None
 
