@@ -80,6 +80,8 @@ class MemPOTrainer(HubTrainer):
         reward_funcs (`RewardFunc | list[RewardFunc]`, *optional*):
             Outcome rewards, as in [`~trl.GRPOTrainer`]. If not given, and the environment does not bring its own,
             [`mempo_trl.rewards.outcome_reward`]: 1 if the answer matches exactly and the format is right, else 0.
+            Functions get each turn's text as it was written, and its `tool_calls` beside it. If one of the rewards is a
+            model, there is the text alone.
         args ([`MemPOConfig`], *optional*):
             Configuration.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
@@ -389,6 +391,18 @@ class MemPOTrainer(HubTrainer):
 
     def _max_over_processes(self, value: int) -> int:
         return int(self.accelerator.gather(torch.tensor([value], device=self.accelerator.device)).max())
+
+    # --- Outcome rewards ----------------------------------------------------------------------------------------
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        # Rewards written for `GRPOTrainer` look for `tool_calls`. A reward model's chat template would write them a
+        # second time, and the table of logged completions cannot hold arguments of several types: neither gets them.
+        if self.tools and not any(isinstance(reward, torch.nn.Module) for reward in self.reward_funcs):
+            completions = [
+                completion if isinstance(completion, str) else trajectory.messages_with_calls or completion
+                for trajectory, completion in zip(self._trajectories, completions, strict=True)
+            ]
+        return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
 
     # --- Memory rewards and advantages --------------------------------------------------------------------------
 

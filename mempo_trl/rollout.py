@@ -95,6 +95,17 @@ class Trajectory:
             for message in [{"role": "assistant", "content": turn.text}, *turn.observation]
         ]
 
+    @property
+    def messages_with_calls(self) -> list[Message]:
+        """`messages`, with the well-formed tool calls of a turn beside the text that holds them, in TRL's form."""
+        messages: list[Message] = []
+        for turn in self.turns:
+            message: Message = {"role": "assistant", "content": turn.text}
+            if turn.parsed.tool_calls:
+                message["tool_calls"] = [{"type": "function", "function": call} for call in turn.parsed.tool_calls]
+            messages += [message, *turn.observation]
+        return messages
+
     def turn_start(self, index: int) -> int:
         """Position of a turn's first token in the completion."""
         return sum(len(turn.ids) + len(turn.observation_ids) for turn in self.turns[:index])

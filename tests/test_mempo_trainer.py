@@ -7,6 +7,7 @@ import torch
 from datasets import Dataset
 from oracle import oracle_advantages
 from support import SMOLLM2_TEMPLATE, Script, byte_tokenizer, call, one_step, search, tiny_llama
+from transformers import LlamaForSequenceClassification
 
 from mempo_trl import MemPOConfig, MemPOTrainer
 
@@ -384,6 +385,33 @@ def test_tools_of_every_kind(tmp_path, kind):
         assert observed == ["about x", "about y"]
     assert seen == ["x", "y"]
     assert logs["train_loss"] is not None
+
+
+@pytest.mark.parametrize("model", [False, True])
+def test_reward_functions_find_tool_calls(tmp_path, model):
+    """As with TRL's trainer, unless a reward model reads the messages, whose template would write the calls twice."""
+    seen = []
+
+    def reward(completions, **kwargs):
+        seen.extend(completions)
+        return [0.0, 1.0]
+
+    texts = ["<think>t</think>" + call("x"), "<mem>m</mem><think>t</think><answer>Paris</answer>"]
+    tokenizer = byte_tokenizer()
+    judge = LlamaForSequenceClassification(tiny_llama(tokenizer, num_labels=1).config)
+    trainer = build(
+        tmp_path,
+        tokenizer=tokenizer,
+        reward_funcs=[reward, judge] if model else [reward],
+        reward_processing_classes=[None, tokenizer] if model else None,
+    )
+    trainer._generate_single_turn = Script(tokenizer, [texts, ["<tool_call>x</tool_call>", texts[1]]])
+    trainer.train()
+    assert [m["content"] for m in seen[0] if m["role"] == "assistant"] == texts
+    calls = [{"type": "function", "function": {"name": "search", "arguments": {"query": "x"}}}]
+    assert [m.get("tool_calls") for m in seen[0]] == [None if model else calls, None, None]
+    assert not any("tool_calls" in m for m in seen[1])  # malformed
+    assert not any("tool_calls" in m for completion in trainer._logs["completion"] for m in completion)
 
 
 def test_environments(tmp_path):
