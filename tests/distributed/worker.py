@@ -12,6 +12,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
+from accelerate import PartialState
 from cpu_engines import allow_gpu_engines_on_cpu
 from datasets import Dataset
 from support import Script, byte_tokenizer, call, search, tiny_llama
@@ -138,6 +139,7 @@ def main(out: Path, engine: str) -> None:
         allow_gpu_engines_on_cpu()
     results = {name: run(out, name, engine) for name in RUNS}
     torch.save(results, out / f"{os.environ.get('RANK', '0')}.pt")
+    PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":
