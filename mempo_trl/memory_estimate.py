@@ -190,8 +190,8 @@ def training_memory(
     tile of them, single-precision gradients of its input and, unless frozen, of its weights.
 
     It is a lower bound in that it leaves out the CUDA context and NCCL (1 to 2 GiB), fragments, the temporary tensors
-    of a backward, and the cache of keys and values when transformers generates. It counts half-precision Adam moments
-    as they are, and no quantization.
+    of a backward, the activations of adapters, and the cache of keys and values when transformers generates. It counts
+    half-precision Adam moments as they are, and no quantization.
 
     Args:
         shape: of the model, from [`model_shape`].
