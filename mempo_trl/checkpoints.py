@@ -179,7 +179,8 @@ def load_rollouts(checkpoint: str | Path, process: int, layout: dict[str, int], 
     path = Path(checkpoint) / _STATE.format(process=process)
     if not path.exists():
         return None
-    state = torch.load(path, map_location=device, weights_only=True)
+    # torch cannot restore a CPU that has a number, as accelerate gives it to one of several processes.
+    state = torch.load(path, map_location="cpu" if device.type == "cpu" else device, weights_only=True)
     if state["layout"] != layout:
         logger.warning(
             "%s was saved with %s, but now it is %s: the next step generates new rollouts.",

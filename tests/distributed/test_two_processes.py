@@ -1,55 +1,30 @@
 """Training on two processes, under every engine that shards, equals training on one."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from launch import ALONE, ENGINES, launch, under
 
 
-ROOT = Path(__file__).parent.parent.parent
 WORKER = Path(__file__).with_name("worker.py")
 
-# Engine: the file that a user launches it with, what accelerate should say it is, the ZeRO stage.
-ENGINES = {
-    "ddp": ("multi_gpu", "MULTI_CPU", None),
-    "zero2": ("zero2", "DEEPSPEED", 2),
-    "zero3": ("zero3", "DEEPSPEED", 3),
-    "zero3_lora": ("zero3", "DEEPSPEED", 3),
-    "fsdp2": ("fsdp2", "FSDP", None),
-}
 
-
-def run(out: Path, engine: str, processes: int) -> list[dict]:
+def run(launcher: tuple[str, ...], out: Path, engine: str, processes: int) -> list[dict]:
     """What each process wrote."""
-    command = [sys.executable]
-    if processes > 1:
-        config = ROOT / "accelerate_configs" / f"{ENGINES[engine][0]}.yaml"
-        command += ["-m", "accelerate.commands.launch", "--config_file", str(config), "--mixed_precision", "no"]
-        command += ["--num_processes", str(processes), "--main_process_port", "0"]
-    done = subprocess.run(
-        [*command, str(WORKER), str(out), engine],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    launch(launcher, WORKER, out, engine)
     return [torch.load(out / f"{process}.pt") for process in range(processes)]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """What one process wrote, with all weights trained and with adapters."""
-    return {engine: run(tmp_path_factory.mktemp(engine), engine, 1)[0] for engine in ("single", "single_lora")}
+    return {engine: run(ALONE, tmp_path_factory.mktemp(engine), engine, 1)[0] for engine in ("single", "single_lora")}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_two_processes_equal_one(tmp_path, alone, engine):
-    two = run(tmp_path, engine, 2)
+    two = run(under(engine), tmp_path, engine, 2)
     for name, one in alone["single_lora" if engine.endswith("lora") else "single"].items():
         first, second = two[0][name], two[1][name]
         assert one["type"] == "NO"

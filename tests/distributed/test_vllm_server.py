@@ -1,13 +1,11 @@
 """With a vLLM server, which answers all processes in one request, each process gets its own completions."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launch import PLAIN, launch
 from vllm_stand_in import MAX_MODEL_LEN, logprob, serve
 
 
@@ -19,17 +17,8 @@ LITTLE_ROOM = " and so on" * 150  # less than a turn may have
 
 def run(out: Path, num_generations: int, questions: list[str]):
     """Train on four rollouts a process; what the processes wrote, and what the server was asked."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(PROCESSES)]
     with serve() as (stand_in, url):
-        done = subprocess.run(
-            [sys.executable, *launcher, str(WORKER), str(out), url, str(num_generations), *questions],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-    assert done.returncode == 0, done.stderr[-3000:]
+        launch(PLAIN, WORKER, out, url, num_generations, *questions)
     return [json.loads((out / f"{process}.json").read_text()) for process in range(PROCESSES)], stand_in
 
 
