@@ -228,6 +228,7 @@ class MemPOTrainer(HubTrainer):
         self._segments: torch.Tensor | None = None  # of the rows that log-probabilities are being taken of
         self._memory_pass: _MemoryPass | None = None  # of the batch that is being generated
         self._generation_seconds = 0.0
+        self._warned_of_long_prompts = False
         if self.use_vllm:
             # vLLM knows the end tokens of the checkpoint that it loaded, which need not be those of the tokenizer given
             # here. The limit of a turn is set turn by turn.
@@ -340,8 +341,21 @@ class MemPOTrainer(HubTrainer):
                 padding_side="right",
                 pad_to_multiple_of=cast("int | None", self.pad_to_multiple_of),
             )
+        self._warn_of_long_prompts(prompt_ids)
         self._log_rollouts(prompt_ids, completion_ids, tool_mask)
         return prompt_ids, completion_ids, tool_mask, completions, logprobs, {}, None, []
+
+    def _warn_of_long_prompts(self, prompt_ids: list[list[int]]) -> None:
+        limit = self._loop.max_context_length
+        longest = max(map(len, prompt_ids))
+        if limit is not None and longest >= limit and not self._warned_of_long_prompts:
+            self._warned_of_long_prompts = True
+            logger.warning(
+                "A prompt has %d tokens, but the model's context holds %d: the rollouts of such questions are empty. "
+                "Shorten the prompts, or remove those questions from the data. This is said once.",
+                longest,
+                limit,
+            )
 
     def _generate_turn(self, contexts: list[list[int]], max_new_tokens: int, first: bool):
         """Sample one turn after each context, through whatever engine TRL was told to use."""
@@ -378,15 +392,16 @@ class MemPOTrainer(HubTrainer):
         return [ToolCall(name=call["name"], arguments=call["arguments"]) for call in calls]
 
     def _max_context_length(self) -> int | None:
-        lengths = [getattr(self.model.config.get_text_config(), "max_position_embeddings", None)]
-        if self.use_vllm and self.vllm_mode == "colocate":
-            lengths.append(self.vllm_generation.llm.llm_engine.model_config.max_model_len)
-        elif self.use_vllm:
-            # The server's own limit is what it refuses prompts by. Only the main process is connected to it.
-            served = [None]
-            if self.accelerator.is_main_process:
-                served = [self.vllm_generation.vllm_client.get_server_info()["model_config"].get("max_model_len")]
-            lengths += [self.args.vllm_max_model_length, *broadcast_object_list(served)]
+        own = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if not self.use_vllm:
+            return own
+        # vLLM's limit is what it refuses prompts by. It knows which rotary positions reach beyond the model's own.
+        if self.vllm_mode == "colocate":
+            return self.vllm_generation.llm.llm_engine.model_config.max_model_len
+        served: list[Any] = [None]
+        if self.accelerator.is_main_process:  # the only one that is connected to the server
+            served = [self.vllm_generation.vllm_client.get_server_info()["model_config"].get("max_model_len")]
+        lengths = [broadcast_object_list(served)[0] or own, self.args.vllm_max_model_length]
         return min((length for length in lengths if length is not None), default=None)
 
     def _max_over_processes(self, value: int) -> int:

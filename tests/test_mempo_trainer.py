@@ -65,6 +65,16 @@ def make_trainer(tmp_path, tokenizer, scripts, question="plain", **kwargs):
     return trainer
 
 
+def test_prompts_that_leave_no_room_are_told_of_once(tmp_path, caplog):
+    tokenizer = byte_tokenizer()
+    model = tiny_llama(tokenizer, max_position_embeddings=100)
+    trainer = make_trainer(tmp_path, tokenizer, [[], []], system_prompt="long " * 100, model=model, max_steps=2)
+    with caplog.at_level("WARNING", logger="mempo_trl"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    assert caplog.text.count("tokens, but the model's context holds 100") == 1
+
+
 def score(trainer) -> dict:
     """The scored batch of one generation, without a training step."""
     batch = [trainer.train_dataset[n // trainer.num_generations] for n in range(trainer.args.generation_batch_size)]

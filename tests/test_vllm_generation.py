@@ -39,10 +39,10 @@ class Engine:
         return prompts, [turn] * len(prompts), [[[-0.5]] * len(turn)] * len(prompts), None
 
 
-def make_trainer(tmp_path, monkeypatch, tools=(search,), environment_factory=None, **config):
+def make_trainer(tmp_path, monkeypatch, tools=(search,), environment_factory=None, positions=4096, **config):
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Engine)
     return MemPOTrainer(
-        tiny_llama(TOKENIZER),
+        tiny_llama(TOKENIZER, max_position_embeddings=positions),
         args=MemPOConfig(**{**one_step(tmp_path, 2), "use_vllm": True, "max_turn_length": 200, **config}),
         train_dataset=Dataset.from_dict({"question": ["Where?"] * 4, "answers": [["Paris"]] * 4}),
         processing_class=TOKENIZER,
@@ -66,8 +66,9 @@ def test_a_turn_ends_where_the_agent_loop_ends_it(tmp_path, monkeypatch, mode):
 
 @pytest.mark.parametrize("mode", ["colocate", "server"])
 @pytest.mark.parametrize("told", [None, 1000])
-def test_contexts_are_as_long_as_the_engine_takes(tmp_path, monkeypatch, mode, told):
-    trainer = make_trainer(tmp_path, monkeypatch, vllm_mode=mode, vllm_max_model_length=told)
+@pytest.mark.parametrize("positions", [2000, 4096])  # 2000: rotary positions that reach further, as YaRN's do
+def test_contexts_are_as_long_as_the_engine_takes(tmp_path, monkeypatch, mode, told, positions):
+    trainer = make_trainer(tmp_path, monkeypatch, positions=positions, vllm_mode=mode, vllm_max_model_length=told)
     assert trainer._loop.max_context_length == (1000 if told and mode == "server" else Engine.max_model_len)
 
 
