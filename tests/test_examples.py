@@ -125,6 +125,12 @@ def test_the_recipe_for_the_relay_world_trains_and_goes_on(tmp_path):
     assert (tmp_path / "run" / "adapter_model.safetensors").exists()
 
 
+def test_the_relay_world_has_room_for_the_questions_it_is_asked_for(tmp_path):
+    run(EXAMPLES / "relay" / "prepare.py", "--output-dir", tmp_path, "--data-only")
+    assert len((tmp_path / "data" / "train.jsonl").read_text().splitlines()) == 128
+    assert len((tmp_path / "data" / "test.jsonl").read_text().splitlines()) == 64
+
+
 def test_questions(tmp_path):
     rows = {"question": ["a", "b"], "reward_model": [{"ground_truth": {"target": [["x"], ["y", "z"]]}}] * 2}
     for split in ("train", "dev"):

@@ -23,7 +23,7 @@ def main() -> None:
     )
     parser.add_argument("--output-dir", type=Path, default=ROOT / "outputs" / "relay")
     parser.add_argument("--cache-dir", type=Path, default=ROOT / ".cache" / "relay", help="of cold-started policies")
-    parser.add_argument("--train", type=int, default=256, help="questions to train on")
+    parser.add_argument("--train", type=int, default=128, help="questions to train on")
     parser.add_argument("--test", type=int, default=64, help="questions to evaluate on")
     parser.add_argument("--context-turns", type=int, default=1, help="earlier turns that a turn sees; 0: all of them")
     parser.add_argument("--cold-start-steps", type=int, default=ColdStart.steps)
