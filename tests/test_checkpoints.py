@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 from support import byte_tokenizer, one_step, search, tiny_llama
+from tqdm import tqdm
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -143,6 +145,8 @@ def spawn(action) -> int:
         return child
     try:
         torch.set_num_threads(1)
+        # tqdm's own is shared between processes: one that is killed while it holds it would stop all those after it.
+        tqdm.set_lock(threading.RLock())
         action()
         os._exit(0)
     except BaseException:
