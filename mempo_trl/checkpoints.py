@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from datasets import IterableDataset
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from trl import GRPOConfig, GRPOTrainer
 
 
 logger = logging.getLogger(__name__)
 
 # Inside the output directory. Nothing takes them for checkpoints, and none of them outlives the next save.
-STAGING = "incomplete"
-_DISCARDED = "discarded"
+STAGING = "_mempo_incomplete"
+_DISCARDED = "_mempo_discarded"
 _STATE = "rollouts_{process}.pt"
 # safetensors and torch tell it in words alone, torch in these.
 _WORDS_OF_A_FULL_DISK = (
@@ -49,12 +50,19 @@ def staged(run_dir: str | Path, local_main: bool, wait: Callable[[], None]) -> I
         OSError: if the disk is full. What was written is removed again, and the checkpoints before are untouched.
     """
     staging = Path(run_dir) / STAGING
-    if local_main:
-        clean(run_dir)
-        staging.mkdir(parents=True, exist_ok=True)
-    wait()
     try:
+        if local_main:
+            clean(run_dir)
+            staging.mkdir(parents=True, exist_ok=True)
+        wait()
         yield staging
+        wait()
+        if local_main:
+            for folder in sorted(staging.glob("*")):
+                _flush(folder)
+                _replace(folder, Path(run_dir) / folder.name)
+            shutil.rmtree(staging, ignore_errors=True)
+        wait()
     except Exception as error:
         full = _disk_is_full(error)
         shutil.rmtree(staging, ignore_errors=True)
@@ -66,13 +74,6 @@ def staged(run_dir: str | Path, local_main: bool, wait: Callable[[], None]) -> I
                 "`train(resume_from_checkpoint=True)`",
             ) from error
         raise
-    wait()
-    if local_main:
-        for folder in sorted(staging.glob("*")):
-            _flush(folder)
-            _replace(folder, Path(run_dir) / folder.name)
-        shutil.rmtree(staging, ignore_errors=True)
-    wait()
 
 
 def clean(run_dir: str | Path) -> None:
@@ -104,7 +105,7 @@ def _replace(source: Path, target: Path) -> None:
 def _disk_is_full(error: BaseException | None) -> bool:
     """Whether an error, or what it came from, means that there is no room left."""
     while error is not None:
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             return True
         if any(words in str(error) for words in _WORDS_OF_A_FULL_DISK):
             return True
@@ -210,6 +211,10 @@ class ResumableTrainer(GRPOTrainer):
             return
         run_dir = Path(self._get_output_dir(trial))
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        # Where it is now: the folder of a run may have been moved.
+        best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+        if self.state.best_global_step and best.exists():
+            self.state.best_model_checkpoint = str(best)
         with staged(run_dir, self.args.local_process_index == 0, self.accelerator.wait_for_everyone) as staging:
             self._staging = staging
             try:
@@ -256,8 +261,15 @@ class ResumableTrainer(GRPOTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
+        self._broken_steps = 0
         if checkpoint is None:
             return
+        if isinstance(self.train_dataset, IterableDataset) and (self.state.epoch or 0) >= 1:
+            logger.warning(
+                "`train_dataset` is a stream, so the place in it where %s was saved, after its first pass, cannot be "
+                "found: training goes on with the beginning of the stream.",
+                checkpoint,
+            )
         self._buffered_inputs = None
         self._step = self.state.global_step * self.args.gradient_accumulation_steps
         state = load_rollouts(checkpoint, self.accelerator.process_index, self._layout(), self.accelerator.device)
@@ -284,15 +296,19 @@ class ResumableTrainer(GRPOTrainer):
             return
         self._broken_steps += 1
         step = self.state.global_step + 1
-        if self._broken_steps == 2:
-            last = (
-                get_last_checkpoint(self._get_output_dir(None)) if os.path.isdir(self._get_output_dir(None)) else None
-            )
+        if self._broken_steps >= 2:
             raise FloatingPointError(
                 f"Steps {step - 1} and {step} have gradients that are not finite (NaN or infinite), so training stops. "
-                f"The last checkpoint, {last or 'of which there is none'}, is from before. Lower `learning_rate` or "
-                "`max_grad_norm`, or look at the rewards and log-probabilities of these steps."
+                f"{self._last_checkpoint_before(step)} Lower `learning_rate` or `max_grad_norm`, or look at the "
+                "rewards and log-probabilities of these steps."
             )
         logger.warning("Step %d has gradients that are not finite: its update is skipped.", step)
         for parameter in model.parameters():
             parameter.grad = None
+
+    def _last_checkpoint_before(self, step: int) -> str:
+        checkpoints = sort_checkpoints(self._get_output_dir(None)) if os.path.isdir(self._get_output_dir(None)) else []
+        for checkpoint in reversed(checkpoints):
+            if int(checkpoint.rpartition("-")[2]) < step:  # later ones are another run's
+                return f"The last checkpoint, {checkpoint}, is from before."
+        return "There is no checkpoint from before."

@@ -441,7 +441,7 @@ class HubTrainer(ResumableTrainer):
         now = f"step {self.state.global_step}" if by_steps else f"epoch {int(self.state.epoch or 0)}"
         try:
             stage = hub.stage(checkpoints[-1], self._tokenizer.save_pretrained, folders)
-        except OSError as error:
+        except Exception as error:  # a full disk is an `OSError` in Python, but not where tokenizers write
             hub.warn(error, checkpoints[-1])
             return
         job = hub.in_background(lambda: hub.push_checkpoint(stage, checkpoints, f"Training in progress, {now}"))

@@ -1,5 +1,6 @@
 """What is on the disk at any moment is whole, and a run that goes on from it is the run that never stopped."""
 
+import errno
 import json
 import os
 import random
@@ -27,7 +28,7 @@ def length_reward(completions, **kwargs):
     return [float(len(completion[0]["content"]) % 7) for completion in completions]
 
 
-def build(output_dir: Path, callbacks=(), **config) -> MemPOTrainer:
+def build(output_dir: Path, callbacks=(), train_dataset=None, **config) -> MemPOTrainer:
     """A trainer that really samples, of questions that each come once in an epoch of four steps."""
     tokenizer = byte_tokenizer()
     questions = [f"Where is {name}?" for name in ("Ada", "Bo", "Cy", "Di", "Ed", "Flo", "Gus", "Hal")]
@@ -50,7 +51,7 @@ def build(output_dir: Path, callbacks=(), **config) -> MemPOTrainer:
         tiny_llama(tokenizer),
         reward_funcs=length_reward,
         args=MemPOConfig(**options),
-        train_dataset=data,
+        train_dataset=train_dataset or data,
         eval_dataset=data.select(range(2)),
         processing_class=tokenizer,
         tools=[search],
@@ -135,6 +136,48 @@ def test_the_best_checkpoint_is_kept_and_known_by_its_place(tmp_path):
     assert torch.equal(trainer.model.lm_head.weight, best)
 
 
+def test_the_best_checkpoint_of_a_run_that_was_moved_is_kept(tmp_path):
+    options = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "per_device_eval_batch_size": 2,
+        "num_generations_eval": 2,
+        "metric_for_best_model": "eval_reward",
+        "greater_is_better": True,
+        "load_best_model_at_end": True,
+        "save_total_limit": 2,
+    }
+
+    def train(output_dir, steps, resume):
+        trainer = build(output_dir, max_steps=steps, **options)
+        evaluate = trainer.evaluate
+        trainer.evaluate = lambda **kw: {**evaluate(**kw), "eval_reward": float(trainer.state.global_step == 2)}
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    train(tmp_path / "a", 3, None)
+    (tmp_path / "a").rename(tmp_path / "b")
+    trainer = train(tmp_path / "b", 5, True)
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "b" / "checkpoint-2")
+    assert sorted(path.name for path in (tmp_path / "b").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-5"]
+
+
+def test_a_stream_is_resumed_within_its_first_pass(tmp_path, caplog):
+    def stream(output_dir):
+        trainer = build(output_dir, max_steps=6)
+        return build(output_dir, max_steps=6, train_dataset=trainer.train_dataset.to_iterable_dataset())
+
+    whole = stream(tmp_path)
+    whole.train()
+    resumed = stream(tmp_path)
+    with caplog.at_level("WARNING", logger="mempo_trl"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+        assert torch.equal(weights(resumed), weights(whole))
+        assert "is a stream" not in caplog.text
+        stream(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert "`train_dataset` is a stream, so the place in it" in caplog.text
+
+
 # --- Killed processes -----------------------------------------------------------------------------------------------
 
 
@@ -217,6 +260,30 @@ def test_a_full_disk(tmp_path, file):
     assert resumed.state.global_step == 3
 
 
+def test_a_disk_without_room_for_a_folder(tmp_path, monkeypatch):
+    trainer = build(tmp_path, max_steps=2)
+    mkdir = Path.mkdir
+
+    def full(self, *args, **kwargs):
+        if self.name == STAGING and trainer.state.global_step == 2:
+            raise OSError(errno.ENOSPC, "No space left on device", str(self))
+        mkdir(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(OSError, match="Those before it are whole"):
+        trainer.train()
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["checkpoint-1"]
+
+
+def test_what_others_keep_beside_the_checkpoints_stays(tmp_path):
+    for name in ("incomplete", "discarded"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.txt").write_text("mine")
+    build(tmp_path, max_steps=2, save_total_limit=1).train()
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"incomplete", "discarded", "checkpoint-2"}
+    assert len(list(tmp_path.glob("*/mine.txt"))) == 2
+
+
 class Poison(TrainerCallback):
     """Makes gradients NaN in some steps."""
 
@@ -240,3 +307,18 @@ def test_two_steps_of_nan_in_a_row_stop(tmp_path, caplog, max_grad_norm):
     # The step that was skipped left no trace in the weights.
     one, two = (load_file(tmp_path / f"checkpoint-{step}" / "model.safetensors") for step in (1, 2))
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_second_training_is_watched_as_well(tmp_path):
+    trainer = build(tmp_path, callbacks=[Poison({1, 2, 3, 4, 5, 6})])
+    for _ in range(2):
+        with pytest.raises(FloatingPointError, match=r"Steps 1 and 2 have"):
+            trainer.train()
+
+
+def test_checkpoints_of_another_run_are_not_from_before(tmp_path):
+    build(tmp_path).train()
+    for step in (1, 2):
+        shutil.rmtree(tmp_path / f"checkpoint-{step}")
+    with pytest.raises(FloatingPointError, match=r"Steps 1 and 2 have .* There is no checkpoint from before"):
+        build(tmp_path, callbacks=[Poison({1, 2})], save_strategy="no").train()

@@ -6,6 +6,8 @@ import pytest
 import torch
 from launch import ENGINES, launch, under
 
+from mempo_trl.checkpoints import STAGING
+
 
 WORKER = Path(__file__).with_name("resume_worker.py")
 
@@ -25,7 +27,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path, engine):
             assert resumed["weights"].keys() == whole["weights"].keys()
             for name, weight in whole["weights"].items():
                 assert torch.equal(resumed["weights"][name], weight), f"from {checkpoint}: {name}"
-    assert not list(tmp_path.glob("*/incomplete"))
+    assert not list(tmp_path.glob(f"*/{STAGING}"))
     assert {path.name for path in (tmp_path / "whole").glob("checkpoint-*")} == {
         f"checkpoint-{n}" for n in (1, 2, 3, 4)
     }
