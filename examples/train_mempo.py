@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from datasets import Dataset, DatasetDict, load_dataset
+from datasets import Dataset, load_dataset
 from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
@@ -73,15 +73,19 @@ def open_search(arguments: MemPOScriptArguments):
         raise ValueError("`search` is missing: give the URL of a search server, or the path of a BM25 index.")
     if arguments.search.startswith(("http://", "https://")):
         return HttpSearch(arguments.search, timeout=arguments.search_timeout)
+    path = Path(arguments.search).expanduser()
     # One process of each machine builds; the others find what it has built.
     with PartialState().local_main_process_first():
-        if not Path(arguments.search).exists():
+        if not path.exists():
             if arguments.corpus is None:
                 raise ValueError(
-                    f"`search={arguments.search}` does not exist. To build this index, give the documents as `corpus`."
+                    f"`search={path}` does not exist. To build this index, give the documents as `corpus`."
                 )
-            BM25Index.build(arguments.corpus, arguments.search)
-    return BM25Index.load(arguments.search)
+            corpus = Path(arguments.corpus).expanduser()
+            if not corpus.exists():
+                raise ValueError(f"`corpus={corpus}` does not exist.")
+            BM25Index.build(corpus, path)
+    return BM25Index.load(path)
 
 
 def load_questions(arguments: MemPOScriptArguments, evaluates: bool) -> tuple[Dataset, Dataset | None]:
@@ -95,26 +99,28 @@ def load_questions(arguments: MemPOScriptArguments, evaluates: bool) -> tuple[Da
     for name, split in wanted.items():
         if split not in splits:
             raise ValueError(f"`{name}={split}` is not a split of {arguments.dataset_name}: {', '.join(splits)}.")
-    if arguments.answers_column is not None:
-        splits = DatasetDict({split: splits[split] for split in wanted.values()}).map(
-            lambda row: {"answers": read_answers(row, arguments.answers_column)}
-        )
-    train, test = splits[arguments.dataset_train_split], None
-    if evaluates:
-        test = splits[arguments.dataset_test_split]
-        if arguments.max_eval_samples is not None:
-            test = test.take(arguments.max_eval_samples)
-    return train, test
+    parts = [splits[split] for split in wanted.values()]
+    if evaluates and arguments.max_eval_samples is not None:
+        if arguments.max_eval_samples < 1:
+            raise ValueError(f"`max_eval_samples={arguments.max_eval_samples}` is not allowed: it must be at least 1.")
+        parts[1] = parts[1].take(arguments.max_eval_samples)
+    if (column := arguments.answers_column) is not None:
+        parts = [part.map(lambda row: {"answers": read_answers(row, column)}) for part in parts]
+    return parts[0], parts[1] if evaluates else None
 
 
-def read_answers(row: dict[str, Any], column: str) -> list[Any]:
+def read_answers(row: Mapping[str, Any], column: str) -> list[Any]:
     """Accepted answers in a row, from a column that may be nested."""
     value: Any = row
     for name in column.split("."):
         if not isinstance(value, Mapping) or name not in value:
             raise ValueError(f"`answers_column={column}`: there is no {name!r} in {value!r}.")
         value = value[name]
-    return [value] if isinstance(value, str) else list(value)
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError(f"`answers_column={column}`: {value!r} is neither a string nor a list of answers.")
+    return value
 
 
 def load_rewards(names: list[str] | None) -> list[Any] | None:
@@ -126,7 +132,10 @@ def load_rewards(names: list[str] | None) -> list[Any] | None:
         module, _, function = name.rpartition(".")
         if module:
             sys.path.insert(0, os.getcwd())
-        reward = getattr(importlib.import_module(module) if module else rewards, function, None)
+        try:
+            reward = getattr(importlib.import_module(module) if module else rewards, function, None)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"`reward_funcs`: {name!r} cannot be imported: {error}.") from error
         if not callable(reward):
             raise ValueError(f"`reward_funcs`: there is no function {function!r} in {module or 'mempo_trl.rewards'}.")
         found.append(reward)
@@ -134,8 +143,8 @@ def load_rewards(names: list[str] | None) -> list[Any] | None:
 
 
 def checkpoint_to_resume(args: MemPOConfig) -> str | None:
-    """The checkpoint to go on from; `last` stands for the newest one, if there is any."""
-    if args.resume_from_checkpoint != "last":
+    """The checkpoint to go on from; `last` (or `true`) stands for the newest one, if there is any."""
+    if str(args.resume_from_checkpoint).lower() not in ("last", "true"):
         return args.resume_from_checkpoint
     output_dir = str(args.output_dir)
     return get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None

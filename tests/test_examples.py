@@ -144,7 +144,14 @@ def test_questions(tmp_path):
     train, test = script.load_questions(arguments, evaluates=True)
     assert train["answers"] == [[["x"], ["y", "z"]]] * 2
     assert len(test) == 1
+    arguments.dataset_streaming = True
+    train, test = script.load_questions(arguments, evaluates=True)
+    assert [row["answers"] for row in train] == [[["x"], ["y", "z"]]] * 2
+    assert len(list(test)) == 1
     assert script.read_answers({"answer": "Paris"}, "answer") == ["Paris"]
+    for wrong in ({"target": ["Paris"]}, None, 3, b"Paris"):  # the keys of a mapping would be taken for answers
+        with pytest.raises(ValueError, match=r"`answers_column=answer`: .* is neither a string nor a list"):
+            script.read_answers({"answer": wrong}, "answer")
     with pytest.raises(ValueError, match=r"`dataset_test_split=test` is not a split of .*: train, validation"):
         script.load_questions(script.MemPOScriptArguments(dataset_name=str(tmp_path)), evaluates=True)
     with pytest.raises(ValueError, match="`answers_column=gold`: there is no 'gold'"):
@@ -153,15 +160,36 @@ def test_questions(tmp_path):
         script.load_questions(script.MemPOScriptArguments(), evaluates=False)
 
 
-def test_search_and_rewards_by_name(tmp_path):
+def test_search_and_rewards_by_name(tmp_path, monkeypatch):
     backend = script.open_search(script.MemPOScriptArguments(search="http://localhost:8000/retrieve", search_timeout=5))
     assert isinstance(backend, HttpSearch)
     assert (backend.url, backend.timeout) == ("http://localhost:8000/retrieve", 5)
     with pytest.raises(ValueError, match="`search` is missing"):
         script.open_search(script.MemPOScriptArguments())
+    index = script.MemPOScriptArguments(search="~/index")
+    monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(ValueError, match=r"does not exist. To build this index, give the documents as `corpus`"):
-        script.open_search(script.MemPOScriptArguments(search=str(tmp_path / "index")))
+        script.open_search(index)
+    index.corpus = "~/corpus.jsonl"
+    with pytest.raises(ValueError, match=r"`corpus=.*corpus.jsonl` does not exist"):
+        script.open_search(index)
+    (tmp_path / "corpus.jsonl").write_text(json.dumps({"id": "1", "contents": "text"}), encoding="utf-8")
+    for _ in range(2):  # built, then found
+        assert len(script.open_search(index)) == 1
     assert script.load_rewards(None) is None
     assert script.load_rewards(["f1_reward", "mempo_trl.rewards.f1_reward"]) == [f1_reward, f1_reward]
     with pytest.raises(ValueError, match=r"there is no function 'f2_reward' in mempo_trl.rewards"):
         script.load_rewards(["f2_reward"])
+    with pytest.raises(ValueError, match=r"`reward_funcs`: 'nowhere.reward' cannot be imported"):
+        script.load_rewards(["nowhere.reward"])
+
+
+def test_the_checkpoint_to_resume(tmp_path):
+    args = MemPOConfig(str(tmp_path / "run"), use_cpu=True, bf16=False, resume_from_checkpoint="last")
+    assert script.checkpoint_to_resume(args) is None
+    (tmp_path / "run" / "checkpoint-3").mkdir(parents=True)
+    for asked in ("last", "true", True):
+        args.resume_from_checkpoint = asked
+        assert script.checkpoint_to_resume(args) == str(tmp_path / "run" / "checkpoint-3")
+    args.resume_from_checkpoint = "elsewhere"
+    assert script.checkpoint_to_resume(args) == "elsewhere"
