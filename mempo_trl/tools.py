@@ -1,12 +1,11 @@
 """Running the tool calls of one turn, for all rollouts at once. Nothing a tool does ends the training."""
 
 import asyncio
-import contextlib
 import inspect
 import logging
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any
@@ -42,41 +41,47 @@ class ToolResult:
     unavailable: str | None = None
 
 
-@contextlib.contextmanager
-def time_limit(seconds: float | None) -> Iterator[None]:
+class time_limit:
     """Raise `TimeoutError` in the body once `seconds` have passed.
 
     Tools run in the main thread, where they would run in TRL: a worker thread would change what they see (SQLite
     connections, the current CUDA device) and could not be stopped. So the limit is an interval timer of the process,
     whose signal interrupts the tool wherever Python runs or a system call blocks. Elsewhere (another thread, Windows)
     there are no such timers, and the body runs without a limit.
+
+    Args:
+        seconds: the limit; none if `None`.
     """
-    can_interrupt = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
-    if seconds is None or not can_interrupt:
-        yield
-        return
 
-    armed = True
+    def __init__(self, seconds: float | None):
+        self.seconds = seconds
 
-    def interrupt(signum, frame):
-        if armed:
-            raise TimeoutError(f"no result within {seconds:g} seconds")
+    def __enter__(self) -> None:
+        can_interrupt = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
+        self._armed = self.seconds is not None and can_interrupt
+        if self._armed:
+            self._handler = signal.signal(signal.SIGALRM, self._interrupt)
+            # Repeated, since a tool that catches every exception in a retry loop would swallow a single one.
+            self._timer = signal.setitimer(signal.ITIMER_REAL, self.seconds, self.seconds)  # type: ignore[arg-type]
 
-    previous_handler = signal.signal(signal.SIGALRM, interrupt)
-    previous_timer = (0.0, 0.0)
-    try:
-        # Repeated, since a tool that catches every exception in a retry loop would swallow a single one.
-        previous_timer = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
-        yield
-    finally:
-        # The signal may come while it is being switched off.
-        while armed:
-            with contextlib.suppress(TimeoutError):
-                armed = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous_handler)
-        if previous_timer[0]:
-            signal.setitimer(signal.ITIMER_REAL, *previous_timer)
+    def __exit__(self, *exception) -> None:
+        if self._armed:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, self._handler)
+            if self._timer[0]:
+                signal.setitimer(signal.ITIMER_REAL, *self._timer)
+
+    def _interrupt(self, signum, frame) -> None:
+        # The signal may come while the timer is switched on or off, which must not be cut short, or while an earlier
+        # one is handled there.
+        while frame is not None and frame.f_code is _INTERRUPT:
+            frame = frame.f_back
+        if frame is None or frame.f_code not in _SWITCHES:
+            raise TimeoutError(f"no result within {self.seconds:g} seconds")
+
+
+_INTERRUPT = time_limit._interrupt.__code__
+_SWITCHES = (time_limit.__enter__.__code__, time_limit.__exit__.__code__)
 
 
 class ToolRunner:
