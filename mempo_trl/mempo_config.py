@@ -50,6 +50,10 @@ class MemPOConfig(GRPOConfig):
             ever.
         max_malformed_turns (`int`, *optional*):
             Turns in a row whose tool calls are all malformed, after which a rollout stops. `None` never stops for that.
+        max_unavailable_turns (`int`, *optional*, defaults to `10`):
+            Turns in a row, of all rollouts of a process together, in which none of a tool's calls reached it
+            (`ConnectionError`, `TimeoutError`), after which training stops with an error, on every process. Until then
+            the model reads that the tool is not available. `None` never stops for that.
         system_prompt (`str`, *optional*):
             System message of prompts made from a `question` column. `None` takes
             `mempo_trl.protocol.DEFAULT_SYSTEM_PROMPT`, an empty string makes no system message. A `prompt` column is
@@ -111,6 +115,10 @@ class MemPOConfig(GRPOConfig):
         default=None,
         metadata={"help": "Turns in a row with malformed tool calls alone, after which a rollout stops."},
     )
+    max_unavailable_turns: int | None = field(
+        default=10,
+        metadata={"help": "Turns in a row in which a tool could not be reached, after which training stops."},
+    )
     system_prompt: str | None = field(
         default=None, metadata={"help": "System message of prompts made from a `question` column."}
     )
@@ -147,7 +155,13 @@ class MemPOConfig(GRPOConfig):
     def __post_init__(self):
         for name in ("max_turns", "max_turn_length", "max_observation_length"):
             _check(self, name, _is_count, "a whole number, at least 1")
-        for name in ("context_turns", "max_completion_length", "max_malformed_turns", "max_tokens_per_forward"):
+        for name in (
+            "context_turns",
+            "max_completion_length",
+            "max_malformed_turns",
+            "max_unavailable_turns",
+            "max_tokens_per_forward",
+        ):
             _check(self, name, lambda value: value is None or _is_count(value), "a whole number, at least 1, or None")
         _check(
             self,

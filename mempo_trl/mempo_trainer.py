@@ -280,6 +280,7 @@ class MemPOTrainer(HubTrainer):
             max_context_length=self._max_context_length(),
             context_turns=args.context_turns,
             max_malformed_turns=args.max_malformed_turns,
+            max_unavailable_turns=args.max_unavailable_turns,
             max_over_processes=self._max_over_processes,
             equal_sizes=self.use_vllm and (self.vllm_mode == "server" or self.vllm_tensor_parallel_size > 1),
             parse_native_calls=self._parse_native_calls if self.tools else None,
@@ -681,6 +682,7 @@ class MemPOTrainer(HubTrainer):
                 len(t.turns),
                 t.tool_calls,
                 t.tool_failures,
+                t.unavailable_calls,
                 t.malformed_calls,
                 sum(len(turn.observation_ids) for turn in t.turns),
                 *t.token_counts(),
@@ -692,9 +694,8 @@ class MemPOTrainer(HubTrainer):
         # Fail clearly if the generation backend returned no completions.
         if table.numel() == 0:
             raise RuntimeError("No completions were generated: the batch is empty.")
-        prompts, lengths, clipped, turns, calls, failures, malformed, observed, total, peak, full, *stops = (
-            table.unbind(1)
-        )
+        prompts, lengths, clipped, turns, calls, failed, unavailable, malformed, observed, *others = table.unbind(1)
+        total, peak, full, *stops = others
         if self.model.training:
             self.state.num_input_tokens_seen += int((prompts + lengths).sum())
         metrics["num_tokens"] = [self.state.num_input_tokens_seen]
@@ -716,7 +717,7 @@ class MemPOTrainer(HubTrainer):
         if self.tools:
             metrics["observations/mean_length"].append(observed.mean().item())
             metrics["tools/call_frequency"].append(calls.mean().item())
-            for name, values in (("failure", failures), ("malformed", malformed)):
+            for name, values in (("failure", failed), ("unavailable", unavailable), ("malformed", malformed)):
                 metrics[f"tools/{name}_frequency"].append((values.sum() / calls.sum().clamp(min=1)).item())
 
     def _log_memories(self, rewards, advantages, groups, p_memory, p_baseline, scored) -> None:

@@ -60,6 +60,7 @@ class Trajectory:
         stop_reason: why the rollout ended.
         tool_calls: tool calls made, malformed ones included.
         tool_failures: those that were answered with an error.
+        unavailable_calls: those whose tool could not be reached.
         malformed_calls: those that could not be read.
     """
 
@@ -69,6 +70,7 @@ class Trajectory:
     stop_reason: StopReason = "no_action"
     tool_calls: int = 0
     tool_failures: int = 0
+    unavailable_calls: int = 0
     malformed_calls: int = 0
 
     @property
@@ -173,6 +175,8 @@ class AgentLoop:
         context_turns: earlier turns that a turn sees beside the prompt; `None` for all of them.
         max_malformed_turns: turns in a row with malformed tool calls alone, after which a rollout stops; `None` for no
             limit.
+        max_unavailable_turns: turns in a row, of all rollouts together, in which no call of a tool reached it, after
+            which the loop raises; `None` for no limit.
         max_over_processes: the largest of an integer over all processes.
         equal_sizes: whether the sampler slices by process and needs as many contexts from each.
         parse_native_calls: reads tool calls in the model's own format from `(ids, context, row)`, where the protocol's
@@ -190,6 +194,7 @@ class AgentLoop:
     max_context_length: int | None = None
     context_turns: int | None = None
     max_malformed_turns: int | None = None
+    max_unavailable_turns: int | None = None
     max_over_processes: Callable[[int], int] = int
     equal_sizes: bool = False
     parse_native_calls: Callable[[list[int], list[int], int], list[ToolCall]] | None = None
@@ -203,6 +208,9 @@ class AgentLoop:
 
         Returns:
             One trajectory for each prompt, in order.
+
+        Raises:
+            RuntimeError: on every process, if one could not reach a tool in `max_unavailable_turns` turns in a row.
         """
         trajectories = [Trajectory(prompt, self.context_turns) for prompt in prompts]
         malformed_turns = [0] * len(prompts)
@@ -237,6 +245,7 @@ class AgentLoop:
                 else:
                     acting.append(row)
             self._act(trajectories, acting, tools)
+            self._stop_if_a_tool_stays_away()
 
             active = []
             for row in acting:
@@ -286,12 +295,28 @@ class AgentLoop:
             of_row[row].append((result.name, result.text))
             trajectories[row].tool_calls += 1
             trajectories[row].tool_failures += result.failed
+            trajectories[row].unavailable_calls += result.unavailable is not None
             trajectories[row].malformed_calls += result.malformed
         for row in acting:
             assert self.renderer is not None
             turn = trajectories[row].turns[-1]
             turn.observation = self.renderer.messages(of_row[row])
             turn.observation_ids = self.renderer.suffix_ids(turn.observation, turn.ids)
+
+    def _stop_if_a_tool_stays_away(self) -> None:
+        if self.max_unavailable_turns is None:
+            return
+        turns, name, reason = max(
+            ((turns, name, reason) for name, (turns, reason) in self.runner.unavailable.items()), default=(0, "", "")
+        )
+        if self.max_over_processes(turns) < self.max_unavailable_turns:
+            return
+        where = f"The tool {name} was" if turns else "A tool of another process was"
+        raise RuntimeError(
+            f"{where} not available in {self.max_unavailable_turns} turns in a row, so training stops rather than "
+            f"learn from answers that nothing was found for. {reason or 'Its own message says why.'} Once the tool "
+            "works again, go on with `train(resume_from_checkpoint=True)`; `max_unavailable_turns=None` never stops."
+        )
 
     def _room(self, trajectory: Trajectory) -> int:
         """Tokens that the next turn may have."""

@@ -1,16 +1,23 @@
 """Running the tool calls of one turn, for all rollouts at once. Nothing a tool does ends the training."""
 
 import asyncio
-import contextlib
 import inspect
+import logging
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any
 
 from .protocol import ToolCall
+
+
+logger = logging.getLogger(__name__)
+
+
+class ToolUnavailableError(ConnectionError):
+    """For tools to raise if what they ask does not answer, whatever it is asked."""
 
 
 @dataclass
@@ -23,49 +30,58 @@ class ToolResult:
             can be encoded.
         failed: whether it is an error.
         malformed: whether the request itself could not be read.
+        unavailable: why the tool could not be reached at all; `None` if it could. A `ConnectionError` or `TimeoutError`
+            says so.
     """
 
     name: str
     text: str
     failed: bool = False
     malformed: bool = False
+    unavailable: str | None = None
 
 
-@contextlib.contextmanager
-def time_limit(seconds: float | None) -> Iterator[None]:
+class time_limit:
     """Raise `TimeoutError` in the body once `seconds` have passed.
 
     Tools run in the main thread, where they would run in TRL: a worker thread would change what they see (SQLite
     connections, the current CUDA device) and could not be stopped. So the limit is an interval timer of the process,
     whose signal interrupts the tool wherever Python runs or a system call blocks. Elsewhere (another thread, Windows)
     there are no such timers, and the body runs without a limit.
+
+    Args:
+        seconds: the limit; none if `None`.
     """
-    can_interrupt = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
-    if seconds is None or not can_interrupt:
-        yield
-        return
 
-    armed = True
+    def __init__(self, seconds: float | None):
+        self.seconds = seconds
 
-    def interrupt(signum, frame):
-        if armed:
-            raise TimeoutError(f"no result within {seconds:g} seconds")
+    def __enter__(self) -> None:
+        can_interrupt = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
+        self._armed = self.seconds is not None and can_interrupt
+        if self._armed:
+            self._handler = signal.signal(signal.SIGALRM, self._interrupt)
+            # Repeated, since a tool that catches every exception in a retry loop would swallow a single one.
+            self._timer = signal.setitimer(signal.ITIMER_REAL, self.seconds, self.seconds)  # type: ignore[arg-type]
 
-    previous_handler = signal.signal(signal.SIGALRM, interrupt)
-    previous_timer = (0.0, 0.0)
-    try:
-        # Repeated, since a tool that catches every exception in a retry loop would swallow a single one.
-        previous_timer = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
-        yield
-    finally:
-        # The signal may come while it is being switched off.
-        while armed:
-            with contextlib.suppress(TimeoutError):
-                armed = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous_handler)
-        if previous_timer[0]:
-            signal.setitimer(signal.ITIMER_REAL, *previous_timer)
+    def __exit__(self, *exception) -> None:
+        if self._armed:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, self._handler)
+            if self._timer[0]:
+                signal.setitimer(signal.ITIMER_REAL, *self._timer)
+
+    def _interrupt(self, signum, frame) -> None:
+        # The signal may come while the timer is switched on or off, which must not be cut short, or while an earlier
+        # one is handled there.
+        while frame is not None and frame.f_code is _INTERRUPT:
+            frame = frame.f_back
+        if frame is None or frame.f_code not in _SWITCHES:
+            raise TimeoutError(f"no result within {self.seconds:g} seconds")
+
+
+_INTERRUPT = time_limit._interrupt.__code__
+_SWITCHES = (time_limit.__enter__.__code__, time_limit.__exit__.__code__)
 
 
 class ToolRunner:
@@ -74,11 +90,16 @@ class ToolRunner:
     Args:
         timeout: seconds that one call may take (one batched call answers all rollouts), no limit if `None`.
         event_loop: a running loop in another thread, for tools that are coroutine functions.
+
+    Attributes:
+        unavailable: for each tool that could not be reached when it was last called: in how many runs in a row, and
+            why in the last one. A run in which one call is answered is none of them.
     """
 
     def __init__(self, timeout: float | None = None, event_loop: asyncio.AbstractEventLoop | None = None):
         self.timeout = timeout
         self.event_loop = event_loop
+        self.unavailable: dict[str, tuple[int, str]] = {}
 
     def run(self, requests: list[tuple[dict[str, Callable], ToolCall | str]]) -> list[ToolResult]:
         """Answer every request; of what a tool raises, only `KeyboardInterrupt` comes through: it is the user's.
@@ -121,7 +142,21 @@ class ToolRunner:
             results.update(zip(indices, self._call_batch(tool, [calls[i][1] for i in indices]), strict=True))
         if concurrent:
             results.update(zip(concurrent, self._call_async([calls[i] for i in concurrent]), strict=True))
-        return [results[index] for index in range(len(requests))]
+        in_order = [results[index] for index in range(len(requests))]
+        self._watch(in_order)
+        return in_order
+
+    def _watch(self, results: list[ToolResult]) -> None:
+        """Count the runs in which a tool could not be reached. A call that was wrong in itself tells nothing."""
+        answered = {result.name for result in results if not result.failed}
+        reasons = {result.name: result.unavailable for result in results if result.unavailable is not None}
+        for name in answered & self.unavailable.keys():
+            del self.unavailable[name]
+            logger.warning("The tool %s is available again.", name)
+        for name in reasons.keys() - answered:
+            turns = self.unavailable.get(name, (0, ""))[0] + 1
+            self.unavailable[name] = turns, reasons[name]
+            logger.warning("The tool %s is not available, %d turns in a row: %s", name, turns, reasons[name])
 
     def _call(self, tool: Callable, call: ToolCall) -> ToolResult:
         answer: Any
@@ -227,6 +262,13 @@ def _failure(name: str, error: BaseException) -> ToolResult:
         message = str(error)
     except Exception:
         message = "an error that cannot be shown"
+    if isinstance(error, ToolUnavailableError):  # names of servers are not for the model
+        return ToolResult(name, f"Error: {name} is not available at the moment.", True, unavailable=message)
     if isinstance(error, TimeoutError):
-        return ToolResult(name, _clean(f"Error: the tool {name} timed out ({message or 'no result in time'})."), True)
+        message = message or "no result in time"
+        text = _clean(f"Error: the tool {name} timed out ({message}).")
+        return ToolResult(name, text, True, unavailable=message)
+    if isinstance(error, ConnectionError):
+        text = _clean(f"Error: {type(error).__name__}: {message}")
+        return ToolResult(name, text, True, unavailable=message)
     return ToolResult(name, _clean(f"Error: {type(error).__name__}: {message}"), True)

@@ -25,6 +25,7 @@ def make(path, **settings):
         ({"max_observation_length": -1}, "max_observation_length=-1"),
         ({"max_completion_length": 0}, "max_completion_length=0"),
         ({"max_malformed_turns": 0}, "max_malformed_turns=0"),
+        ({"max_unavailable_turns": 0}, "max_unavailable_turns=0"),
         ({"tool_timeout": 0}, "tool_timeout=0"),
         ({"memory_coefficient": -0.1}, "memory_coefficient=-0.1.*0 or more"),
         ({"memory_coefficient": float("nan")}, "memory_coefficient=nan"),

@@ -1,5 +1,6 @@
 """The agent loop: when it stops, what it appends, and that it stays in step."""
 
+import dataclasses
 import threading
 
 import pytest
@@ -8,7 +9,7 @@ from support import Script, byte_tokenizer, call, search
 from mempo_trl.chat_templates import ObservationRenderer
 from mempo_trl.protocol import ToolCall
 from mempo_trl.rollout import AgentLoop
-from mempo_trl.tools import ToolRunner
+from mempo_trl.tools import ToolRunner, ToolUnavailableError
 
 
 TOKENIZER = byte_tokenizer()
@@ -301,3 +302,33 @@ def test_processes_stay_in_step(equal_sizes):
         assert [[size for size, *_ in calls] for calls in sizes] == [[3, 3, 1, 1]] * 3
     else:
         assert [[size for size, *_ in calls] for calls in sizes] == [[3, 1, 1, 1], [3, 3, 1, 1], [1, 1, 1, 1]]
+
+
+def test_a_tool_that_stays_away_ends_the_loop():
+    def search(query: str) -> str:
+        if query == "down":
+            raise ToolUnavailableError("The server does not answer.")
+        return "found"
+
+    down = [ASK.replace('"x"', '"down"')] * 3 + [ANSWER]
+    found = [ASK, ANSWER]
+    loop = make_loop(Script(TOKENIZER, [down, found]), max_unavailable_turns=3)
+    first, second = loop.run([PROMPT] * 2, [{"search": search}] * 2)
+    assert (first.stop_reason, second.stop_reason) == ("answer", "answer")
+    assert (first.tool_calls, first.tool_failures, first.unavailable_calls) == (3, 3, 3)
+    assert second.unavailable_calls == 0
+    assert loop.runner.unavailable["search"][0] == 2  # in the first turn somebody was answered
+    again = Script(TOKENIZER, [down])
+    loop = dataclasses.replace(loop, generate=lambda contexts, max_new_tokens, first: again(contexts, None, {}, 1))
+    with pytest.raises(
+        RuntimeError, match=r"The tool search was not available in 3 turns .* The server does not answer"
+    ):
+        loop.run([PROMPT], [{"search": search}])  # in the next generation
+    # Another process lost its tool: all of them stop.
+    loop = make_loop(
+        Script(TOKENIZER, [found]), max_unavailable_turns=3, max_over_processes=lambda value: max(value, 3)
+    )
+    with pytest.raises(RuntimeError, match="A tool of another process was not available"):
+        loop.run([PROMPT], [{"search": search}])
+    loop = make_loop(Script(TOKENIZER, [down]), max_unavailable_turns=None)
+    assert loop.run([PROMPT], [{"search": search}])[0].stop_reason == "answer"

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from mempo_trl.tools import ToolRunner, time_limit
+from mempo_trl.tools import ToolRunner, ToolUnavailableError, time_limit
 
 
 def add(a: int, b: int = 1) -> int:
@@ -352,3 +352,58 @@ def test_text_can_always_be_encoded():
         result.text.encode("utf-8")
     assert results[0].text == "a?b"
     assert [result.name for result in results] == ["t", "unknown", "unknown"]
+
+
+# --- Tools whose service is down --------------------------------------------------------------------------------------
+
+
+def look(key: str, fails: str = "no") -> str:
+    errors = {
+        "down": ToolUnavailableError("The server http://10.0.0.7 does not answer"),
+        "refused": ConnectionRefusedError("refused"),
+        "late": TimeoutError(),
+        "broken": RuntimeError("broken"),
+    }
+    if fails in errors:
+        raise errors[fails]
+    return key
+
+
+def test_turns_without_a_tool_are_counted(caplog):
+    runner = ToolRunner()
+    tools = {"look": look, "add": add}
+
+    def turn(*requests):
+        return runner.run([(tools, r) for r in requests])
+
+    down, late = request("look", key="a", fails="down"), request("look", key="a", fails="late")
+    results = turn(down, late, request("add", a=1), request("look", wrong=1), "malformed")
+    assert [r.unavailable is not None for r in results] == [True, True, False, False, False]
+    assert results[0].text == "Error: look is not available at the moment."  # the model reads no address
+    assert runner.unavailable["look"][0] == 1
+    turn(request("add", a=1))  # was not asked for
+    turn(request("look", wrong=1), request("look", key="a", fails="broken"))  # tells nothing
+    assert runner.unavailable["look"][0] == 1
+    turn(down, request("look", wrong=1))
+    assert runner.unavailable["look"] == (2, "The server http://10.0.0.7 does not answer")
+    turn(request("look", key="a", fails="refused"))
+    assert runner.unavailable["look"] == (3, "refused")
+    turn(down, request("look", key="a"))  # one call is answered
+    assert runner.unavailable == {}
+    assert "The tool look is available again." in caplog.text
+    turn(down)
+    assert runner.unavailable["look"][0] == 1
+
+
+def test_a_batch_whose_service_is_down_is_asked_once():
+    asked = []
+
+    def search(arguments):
+        asked.append(len(arguments))
+        raise ToolUnavailableError("down")
+
+    runner, tools = ToolRunner(), {"look": Batched(search)}
+    results = runner.run([(tools, request("look", key=key)) for key in "abc"])
+    assert asked == [3]
+    assert [r.unavailable for r in results] == ["down"] * 3
+    assert runner.unavailable == {"look": (1, "down")}

@@ -1,5 +1,6 @@
 """Search backends, and the tool that offers one to the model."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from mempo_trl.search.corpus import Document, SearchResult, read_corpus
@@ -8,19 +9,41 @@ from mempo_trl.search.tool import make_search_tool
 
 if TYPE_CHECKING:
     from mempo_trl.search.bm25 import BM25Index
+    from mempo_trl.search.cache import CachedSearch
     from mempo_trl.search.http import HttpSearch
+    from mempo_trl.search.indexes import open_index
+    from mempo_trl.search.transport import SearchRefusedError, SearchUnavailableError
+    from mempo_trl.search.web import SerperAPI, WebSearch
 
-__all__ = ["BM25Index", "Document", "HttpSearch", "SearchResult", "make_search_tool", "read_corpus"]
+# Imported when they are asked for, since each needs libraries that the others do without.
+_LAZY = {
+    "BM25Index": "bm25",
+    "CachedSearch": "cache",
+    "HttpSearch": "http",
+    "SearchRefusedError": "transport",
+    "SearchUnavailableError": "transport",
+    "SerperAPI": "web",
+    "WebSearch": "web",
+    "open_index": "indexes",
+}
+
+__all__ = [
+    "BM25Index",
+    "CachedSearch",
+    "Document",
+    "HttpSearch",
+    "SearchRefusedError",
+    "SearchResult",
+    "SearchUnavailableError",
+    "SerperAPI",
+    "WebSearch",
+    "make_search_tool",
+    "open_index",
+    "read_corpus",
+]
 
 
 def __getattr__(name: str) -> Any:
-    # Only BM25 needs tantivy, and only a search server requests: a trainer does without the other.
-    if name == "BM25Index":
-        from mempo_trl.search.bm25 import BM25Index
-
-        return BM25Index
-    if name == "HttpSearch":
-        from mempo_trl.search.http import HttpSearch
-
-        return HttpSearch
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

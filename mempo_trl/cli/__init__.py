@@ -1,0 +1,45 @@
+"""The command `mempo`. Each of its commands is a module of this package, imported only when it is asked for."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+
+# In each module: `add_arguments(parser)` and `run(args)`. What goes wrong with what the user gave is raised as
+# `ValueError` or `OSError`, in a sentence.
+COMMANDS = {
+    "index": "Build a search index of a corpus, or add documents to one.",
+    "serve": "Serve a search index over HTTP.",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: arguments without the program's name; `None` takes those of the process.
+
+    Returns:
+        The exit status: 0, or 1 if the command failed.
+    """
+    parser = argparse.ArgumentParser(prog="mempo", description="Search agents that keep their own memory.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    asked = next((word for word in (sys.argv[1:] if argv is None else argv) if word in COMMANDS), None)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(
+            name, help=summary, description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        if name == asked:
+            module = importlib.import_module(f"{__name__}.{name}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    args = parser.parse_args(argv)
+    try:
+        args.run(args)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"mempo {args.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
