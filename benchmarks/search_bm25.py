@@ -2,8 +2,9 @@
 
     python benchmarks/search_bm25.py --passages 1000000 --folder /tmp/corpora
 
-A passage has 60 words on average, drawn from a vocabulary of 500,000 by Zipf's law in Mandelbrot's form, p ~ 1 / (rank +
-2.7) ** 1.07; frequent words are short. A query is nine words of one passage, frequent ones among them as they come.
+A passage has 60 words on average, drawn from a vocabulary of 500,000 by Zipf's law in Mandelbrot's form,
+p ~ 1 / (rank + 2.7) ** 1.07; frequent words are short. A query is nine words of one passage, frequent ones among them
+as they come.
 
 tantivy used directly has the smallest schema that answers the same: its own tokenizer, an id and the contents, stored.
 Every build has a process to itself. Searches of all take turns in one process; ratios are medians over the turns.
@@ -20,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -172,12 +174,16 @@ BUILD = {"mempo_trl": build_mempo, "tantivy": build_tantivy, "bm25s": build_bm25
 OPEN = {"mempo_trl": open_mempo, "tantivy": open_tantivy, "bm25s": open_bm25s}
 
 
+def memory(name: str) -> int:
+    """A figure of this process in bytes. (`getrusage` gives the peak of its parent, if that is more.)"""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
 def own_memory(peak: list[int], done: threading.Event) -> None:
     """Watch the memory of this process that is no mapped file."""
     while not done.wait(0.1):
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-        now = [int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")]
-        peak[0] = max(peak[0], *now)
+        peak[0] = max(peak[0], memory("RssAnon"))
 
 
 def build_here(name: str, corpus: Path, path: Path) -> None:
@@ -185,6 +191,7 @@ def build_here(name: str, corpus: Path, path: Path) -> None:
     peak, done = [0], threading.Event()
     watcher = threading.Thread(target=own_memory, args=(peak, done))
     watcher.start()
+    import_module("mempo_trl.search.bm25" if name == "mempo_trl" else name)
     start, busy = time.perf_counter(), time.process_time()
     try:
         BUILD[name](corpus, path)
@@ -192,19 +199,19 @@ def build_here(name: str, corpus: Path, path: Path) -> None:
         done.set()
         watcher.join()
     took = {"seconds": time.perf_counter() - start, "processor_seconds": time.process_time() - busy}
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    resident = memory("VmHWM")
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     print(json.dumps({**took, "peak_bytes": resident, "peak_own_bytes": peak[0], "disk_bytes": size}))
 
 
-def build(name: str, corpus: Path, path: Path, memory: int) -> dict[str, Any]:
+def build(name: str, corpus: Path, path: Path, limit: int) -> dict[str, Any]:
     """Build in a process of its own, which may not take more than so much memory."""
     shutil.rmtree(path, ignore_errors=True)
     command = [sys.executable, __file__, "--build", name, str(corpus), str(path)]
     # The rivals hold everything in memory: what does not fit must not cost others theirs.
-    limit = None if name != "bm25s" else lambda: resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    limited = None if name != "bm25s" else lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     start = time.perf_counter()
-    done = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, preexec_fn=limited, capture_output=True, text=True, check=False)
     if done.returncode:
         error = (done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"])[-1]
         return {"failed": error, "seconds": time.perf_counter() - start}
@@ -226,9 +233,7 @@ def in_turn(searches: dict[str, Search], batches: list[list[str]]) -> dict[str, 
 def against(seconds: dict[str, list[float]]) -> dict[str, float]:
     """How many times longer than each of the others mempo_trl takes: medians over the turns."""
     own = seconds["mempo_trl"]
-    return {
-        name: float(np.median(np.divide(own, others))) for name, others in seconds.items() if name != "mempo_trl"
-    }
+    return {name: float(np.median(np.divide(own, others))) for name, others in seconds.items() if name != "mempo_trl"}
 
 
 def main() -> None:

@@ -89,6 +89,49 @@ class _Metadata:
         return _DATA + self.build
 
 
+class _Analysis:
+    """How texts and queries become terms: `analyzer` finds them in what `prepare` makes of the text."""
+
+    def __init__(self, stem: str | None, stop_words: str | list[str] | None, ngram: int):
+        builder = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.simple()).filter(tantivy.Filter.lowercase())
+        if isinstance(stop_words, str):
+            builder = builder.filter(tantivy.Filter.stopword(stop_words))
+        elif stop_words:
+            builder = builder.filter(tantivy.Filter.custom_stopword(stop_words))
+        if stem is not None:
+            builder = builder.filter(tantivy.Filter.stemmer(stem))
+        # Stop words and stemmers of languages that have accents know them, so that accents are folded after these.
+        # Otherwise they are folded beforehand, where a text has any: a filter would look at every word.
+        self._fold = None
+        if stem or stop_words:
+            builder = builder.filter(tantivy.Filter.ascii_fold())
+        else:
+            whole = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.raw())
+            self._fold = whole.filter(tantivy.Filter.ascii_fold()).build()
+        self.analyzer = builder.build()
+        self._ngram = ngram
+
+    def prepare(self, text: str, query: bool = False) -> str:
+        """The text in which the analyzer finds the terms."""
+        if text.isascii():
+            return text
+        # A lone surrogate, which JSON can spell and UTF-8 cannot, becomes "?".
+        text = unicodedata.normalize("NFKC", text).encode("utf-8", "replace").decode("utf-8")
+        if self._fold is not None:
+            (text,) = self._fold.analyze(text)
+        if not _PREPARED.search(text):
+            return text
+
+        def cut(match: regex.Match) -> str:
+            run = match[0]
+            # All lengths in the index, so that single characters can be found; the longest only in queries.
+            sizes = [min(self._ngram, len(run))] if query else range(1, self._ngram + 1)
+            grams = [run[start : start + size] for size in sizes for start in range(len(run) - size + 1)]
+            return f" {' '.join(grams)} "
+
+        return _SPACELESS.sub(cut, _MARKS.sub("", text))
+
+
 class _Opened:
     """An index as it was at one moment."""
 
@@ -100,14 +143,14 @@ class _Opened:
         self.metadata = metadata
         self.schema = index.schema
         self.searcher = index.searcher()
-        self.analyzer = _analyzer(metadata)
+        self.analysis = _Analysis(metadata.stem, metadata.stop_words, metadata.ngram)
         self._texts: list[BinaryIO | None] = [file.open("rb") if file is not None else None for file in files]
         self._ends = list(numpy.cumsum([source.documents for source in metadata.sources]))
 
     def search(self, text: str, k: int) -> list[SearchResult]:
         """The best `k` documents."""
-        prepared = _prepare(text, self.metadata.ngram, query=True)
-        terms = list(dict.fromkeys(self.analyzer.analyze(prepared)))[:MAX_QUERY_TERMS]
+        found = self.analysis.analyzer.analyze(self.analysis.prepare(text, query=True))
+        terms = list(dict.fromkeys(found))[:MAX_QUERY_TERMS]
         if not terms:
             return []
         query = tantivy.Query.boolean_query(
@@ -339,18 +382,6 @@ class BM25Index:
         return [list(found[query]) for query in queries]
 
 
-def _analyzer(metadata: _Metadata) -> tantivy.TextAnalyzer:
-    builder = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.simple()).filter(tantivy.Filter.lowercase())
-    # Before accents are folded: lists and stemmers of languages that have accents know them.
-    if isinstance(metadata.stop_words, str):
-        builder = builder.filter(tantivy.Filter.stopword(metadata.stop_words))
-    elif metadata.stop_words:
-        builder = builder.filter(tantivy.Filter.custom_stopword(metadata.stop_words))
-    if metadata.stem is not None:
-        builder = builder.filter(tantivy.Filter.stemmer(metadata.stem))
-    return builder.filter(tantivy.Filter.ascii_fold()).build()
-
-
 def _schema(store_text: bool) -> tantivy.Schema:
     builder = tantivy.SchemaBuilder()
     if store_text:
@@ -363,25 +394,6 @@ def _schema(store_text: bool) -> tantivy.Schema:
     builder.add_unsigned_field("position", fast=True)
     builder.add_text_field("text", tokenizer_name=_ANALYZER, index_option="freq")
     return builder.build()
-
-
-def _prepare(text: str, ngram: int, query: bool) -> str:
-    """The text in which tantivy's tokenizer finds the terms."""
-    if text.isascii():
-        return text
-    # A lone surrogate, which JSON can spell and UTF-8 cannot, becomes "?".
-    text = unicodedata.normalize("NFKC", text).encode("utf-8", "replace").decode("utf-8")
-    if not _PREPARED.search(text):
-        return text
-
-    def cut(match: regex.Match) -> str:
-        run = match[0]
-        # All lengths in the index, so that single characters can be found; the longest only in queries.
-        sizes = [min(ngram, len(run))] if query else range(1, ngram + 1)
-        grams = [run[start : start + size] for size in sizes for start in range(len(run) - size + 1)]
-        return f" {' '.join(grams)} "
-
-    return _SPACELESS.sub(cut, _MARKS.sub("", text))
 
 
 def _encode(text: str) -> bytes:
@@ -403,18 +415,14 @@ def _reader(corpus: Corpus) -> Iterator[Document]:
 def _stop_words(words: str | Iterable[str] | None) -> str | list[str] | None:
     if words is None or isinstance(words, str):
         return words
-    analyzer = _analyzer_of_words()
     terms = []
+    analyzer = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.simple()).filter(tantivy.Filter.lowercase()).build()
     for word in words:
-        found = analyzer.analyze(_prepare(word, len(word), query=True))
+        found = analyzer.analyze(unicodedata.normalize("NFKC", word))
         if len(found) != 1:
             raise ValueError(f"Each of stop_words must be one word, got {word!r}.")
         terms += found
     return terms
-
-
-def _analyzer_of_words() -> tantivy.TextAnalyzer:
-    return tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.simple()).filter(tantivy.Filter.lowercase()).build()
 
 
 def _check_options(metadata: _Metadata) -> None:
@@ -506,7 +514,8 @@ def _index(documents: Iterator[Document], folder: Path, metadata: _Metadata) -> 
     """Add documents to the data in a folder, and count them."""
     reader = documents if isinstance(documents, CorpusReader) else None
     index = tantivy.Index(_schema(metadata.store_text), str(folder))
-    index.register_tokenizer(_ANALYZER, _analyzer(metadata))
+    analysis = _Analysis(metadata.stem, metadata.stop_words, metadata.ngram)
+    index.register_tokenizer(_ANALYZER, analysis.analyzer)
     writer = index.writer(_WRITER_MEMORY)
     hashes = array("q")
     try:
@@ -520,7 +529,7 @@ def _index(documents: Iterator[Document], folder: Path, metadata: _Metadata) -> 
                 entry.add_unsigned("offset", reader.span[0])
                 entry.add_unsigned("length", reader.span[1])
             entry.add_unsigned("position", metadata.documents + len(hashes))
-            entry.add_text("text", _prepare(document.contents, metadata.ngram, query=False))
+            entry.add_text("text", analysis.prepare(document.contents))
             writer.add_document(entry)
             hashes.append(hash(document.id))
         if not hashes:

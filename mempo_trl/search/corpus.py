@@ -7,6 +7,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -83,7 +84,7 @@ class Columns:
         if self.title is not None and self.text is None:
             raise ValueError(f"The column {self.title!r} of the titles needs a column of the texts beside it.")
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """The columns that are read."""
         content = (self.contents,) if self.text is None else (self.title, self.text)
@@ -387,8 +388,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 def _read_lines(reader: CorpusReader) -> Iterator[Document]:
     for path in reader._files:
-        number = 0
-        offset = 0
+        name, number, offset = str(path), 0, 0
         before = reader.done
         # Bytes, for two reasons: a line with broken UTF-8 can be named, and only "\n" ends a line.
         with path.open("rb") as file, cast(BinaryIO, gzip.open(file) if path.suffix == ".gz" else file) as lines:
@@ -404,7 +404,7 @@ def _read_lines(reader: CorpusReader) -> Iterator[Document]:
                     if not line.strip():
                         continue
                     try:
-                        document = parse_line(line, f"{path}, line {number}", reader.columns)
+                        document = parse_line(line, f"{name}, line {number}", reader.columns)
                     except ValueError as error:
                         reader.bad(error)
                         continue
