@@ -194,8 +194,9 @@ def read_corpus(
         revision: The branch, tag or commit of the data set on the Hub.
         passage_words: The most words of a passage of a `.txt` or `.md` file. Passages end with a paragraph where they
             can: only a paragraph that is longer than this is cut. Characters of scripts without spaces (Chinese,
-            Japanese, Thai, …) count as a word each. A passage's title is the first heading of the Markdown file, or the
-            file's name without its ending; its id is the path within the folder, `#`, and its number from 1.
+            Japanese, Thai, …) count as a word each. A passage's title is the first heading of the Markdown file, which
+            is left out of the text, or the file's name without its ending; its id is the path within the folder, `#`,
+            and its number from 1.
         overlap_words: How many words at the end of a passage are repeated at the beginning of the next.
         skip_bad_lines: Skip and count what is malformed (lines, rows, and lines of text files that are not UTF-8)
             instead of raising an error.
@@ -330,13 +331,13 @@ def cut_into_passages(paragraphs: Iterable[str], words: int, overlap: int = 0) -
     Returns:
         The passages. Only a paragraph of more than `words` words (less the overlap) is cut.
     """
-    held: list[str] = []  # parts of the next passage
+    held: list[str] = []  # parts of the next passage, and what stands between them
     count = 0  # its words
     fresh = False  # whether it holds more than what it repeats
 
     def end_passage() -> str:
         nonlocal held, count, fresh
-        passage = "\n\n".join(held)
+        passage = "".join(held)
         spans = [match.span() for match in _WORD.finditer(passage)]
         count = min(overlap, len(spans))
         held = [passage[spans[-count][0] :]] if count else []
@@ -347,14 +348,15 @@ def cut_into_passages(paragraphs: Iterable[str], words: int, overlap: int = 0) -
         spans = [match.span() for match in _WORD.finditer(paragraph)]
         if fresh and count + len(spans) > words:
             yield end_passage()
-        while count + len(spans) > words:
+        between = "\n\n"
+        while spans:
             part, spans = spans[: words - count], spans[words - count :]
-            held.append(paragraph[part[0][0] : part[-1][1]])
-            yield end_passage()
-        if spans:
-            held.append(paragraph[spans[0][0] : spans[-1][1]])
-            count += len(spans)
+            held += [between] * bool(held) + [paragraph[part[0][0] : part[-1][1]]]
+            count += len(part)
             fresh = True
+            if spans:
+                yield end_passage()
+                between = paragraph[part[-1][1] : spans[0][0]]
     if fresh:
         yield end_passage()
 
@@ -487,13 +489,14 @@ def _read_hub(
 def _read_texts(reader: CorpusReader, files: list[Path], root: Path, words: int, overlap: int) -> Iterator[Document]:
     for path in files:
         name = path.relative_to(root).as_posix() if path != root else path.name
-        title = (_first_heading(path) if path.suffix == ".md" else None) or path.stem
-        passages = cut_into_passages(_paragraphs(reader, path), words, overlap)
+        heading, line = _first_heading(path) if path.suffix == ".md" else (None, None)
+        title = heading or path.stem
+        passages = cut_into_passages(_paragraphs(reader, path, line), words, overlap)
         for number, passage in enumerate(passages, start=1):
             yield Document(f"{name}#{number}", _contents(title, passage))
 
 
-def _paragraphs(reader: CorpusReader, path: Path) -> Iterator[str]:
+def _paragraphs(reader: CorpusReader, path: Path, title_line: int | None) -> Iterator[str]:
     paragraph: list[str] = []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -503,7 +506,7 @@ def _paragraphs(reader: CorpusReader, path: Path) -> Iterator[str]:
             except UnicodeDecodeError as error:
                 reader.bad(ValueError(f"{path}, line {number}: the line is not text in UTF-8: {error}."))
                 continue
-            if text.strip():
+            if text.strip() and number != title_line:
                 paragraph.append(text)
             elif paragraph:
                 yield "\n".join(paragraph)
@@ -512,15 +515,16 @@ def _paragraphs(reader: CorpusReader, path: Path) -> Iterator[str]:
         yield "\n".join(paragraph)
 
 
-def _first_heading(path: Path) -> str | None:
+def _first_heading(path: Path) -> tuple[str | None, int | None]:
+    """The first heading of a Markdown file, and the number of its line."""
     code = False
-    with path.open(encoding="utf-8-sig", errors="replace") as lines:
-        for line in lines:
+    with path.open(encoding="utf-8-sig", errors="replace", newline="\n") as lines:
+        for number, line in enumerate(lines, start=1):
             if _FENCE.match(line):
                 code = not code
             elif not code and (heading := _HEADING.fullmatch(line)) and heading[1]:
-                return heading[1]
-    return None
+                return heading[1], number
+    return None, None
 
 
 def _status(path: Path) -> tuple[int, int]:
