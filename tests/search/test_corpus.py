@@ -1,7 +1,13 @@
 import gzip
 import json
+import os
+import subprocess
+import sys
+import threading
 import tracemalloc
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain, pairwise
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -204,6 +210,108 @@ class TestParquet:
         (tmp_path / "corpus.parquet").write_bytes(b"PAR1 what")
         with pytest.raises(ValueError, match=r"corpus\.parquet is no Parquet file, or damaged"):
             read_corpus(tmp_path / "corpus.parquet")
+
+
+class DataSets(BaseHTTPRequestHandler):
+    """What of the Hub is asked when the data set `owner/name` of one Parquet file is streamed."""
+
+    protocol_version = "HTTP/1.1"
+    content = b""
+    name = "data/train-00000-of-00001.parquet"
+
+    def log_message(self, *args):
+        pass
+
+    def answer(self, status, body, **headers):
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_GET(self):
+        body = unquote(self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode())
+        path = self.path.partition("?")[0]
+        folder = {"type": "directory", "path": "data", "oid": "2" * 40}
+        file = {"type": "file", "path": self.name, "size": len(self.content), "oid": "1" * 40}
+        if not path.startswith(("/api/datasets/owner/name", "/datasets/owner/name/")):
+            self.answer(404, b'{"error": "Repository not found"}', X_Error_Code="RepoNotFound")
+        elif "/resolve/" in path and path.endswith(self.name):
+            first, _, last = (self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")
+            part = self.content[int(first) : int(last) + 1 if last else None]
+            commit = {"X_Repo_Commit": "0" * 40, "ETag": '"1"', "Accept_Ranges": "bytes"}
+            end = int(first) + len(part) - 1
+            if self.headers.get("Range"):
+                self.answer(206, part, Content_Range=f"bytes {first}-{end}/{len(self.content)}", **commit)
+            else:
+                self.answer(200, part, **commit)
+        elif "/resolve/" in path:
+            self.answer(404, b"", X_Error_Code="EntryNotFound")
+        elif "/tree/" in path:
+            below = path.partition("/tree/")[2].partition("/")[2]
+            recursive = "recursive=true" in self.path.lower()
+            entries = {"": [folder] + [file] * recursive, "data": [file]}.get(below)
+            if entries is None:
+                self.answer(404, b"[]", X_Error_Code="EntryNotFound")
+            else:
+                self.answer(200, json.dumps(entries).encode())
+        elif "/paths-info/" in path:
+            self.answer(200, json.dumps([file] if self.name in body else []).encode())
+        else:
+            info = {"id": "owner/name", "sha": "0" * 40, "siblings": [{"rfilename": self.name}], "tags": []}
+            self.answer(200, json.dumps(info).encode())
+
+    do_HEAD = do_POST = do_GET
+
+
+class TestHub:
+    """Streams from a stand-in for the Hub on the loopback, in a process that takes it for the Hub."""
+
+    @pytest.fixture
+    def run(self, tmp_path):
+        pq.write_table(
+            pa.table({"id": [1, 2, 3], "title": ["A", "B", "C"], "text": ["a", None, "c"]}), tmp_path / "file.parquet"
+        )
+        handler = type("Handler", (DataSets,), {"content": (tmp_path / "file.parquet").read_bytes()})
+        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        environment = {
+            **os.environ,
+            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+            "HF_HUB_OFFLINE": "0",
+            "HF_HOME": str(tmp_path / "home"),
+        }
+
+        def run(code):
+            code = f"from mempo_trl.search import read_corpus\n{code}"
+            done = subprocess.run(
+                [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+            )
+            return done.stdout, done.stderr
+
+        yield run
+        server.shutdown()
+        server.server_close()
+
+    def test_reads(self, run):
+        output, errors = run(
+            "reader = read_corpus('owner/name', title_column='title', text_column='text', skip_bad_lines=True)\n"
+            "print([(d.id, d.contents) for d in reader], reader.skipped, reader.unit)"
+        )
+        assert output == "[('1', '\"A\"\\na'), ('3', '\"C\"\\nc')] 1 rows\n", errors
+
+    def test_bad_row(self, run):
+        _, errors = run("list(read_corpus('owner/name', text_column='text'))")
+        assert 'ValueError: owner/name, split train, row 2: "text" must be a string, got a NoneType.' in errors
+
+    def test_no_such_data_set(self, run):
+        _, errors = run("read_corpus('owner/other')")
+        assert "no corpus file or folder owner/other, and no data set of that name on the Hub" in errors
+
+    def test_no_such_split(self, run):
+        _, errors = run("read_corpus('owner/name', split='test')")
+        assert "ValueError" in errors and "test" in errors.splitlines()[-1]
 
 
 class TestTexts:
