@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from mempo_trl.search.corpus import Document, SearchResult, read_corpus
+from mempo_trl.search.corpus import CorpusReader, Document, SearchResult, read_corpus
 from mempo_trl.search.tool import make_search_tool
 
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from mempo_trl.search.bm25 import BM25Index
     from mempo_trl.search.http import HttpSearch
 
-__all__ = ["BM25Index", "Document", "HttpSearch", "SearchResult", "make_search_tool", "read_corpus"]
+__all__ = ["BM25Index", "CorpusReader", "Document", "HttpSearch", "SearchResult", "make_search_tool", "read_corpus"]
 
 
 def __getattr__(name: str) -> Any:

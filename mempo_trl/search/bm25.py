@@ -502,12 +502,13 @@ def _link_files(source: Path, target: Path) -> None:
     for file in source.iterdir():
         if file.suffix == ".lock":
             continue
-        try:
-            if file.suffix == ".json":
-                raise OSError("copied, for tantivy writes these anew")
-            os.link(file, target / file.name)
-        except OSError:
-            shutil.copy2(file, target / file.name)
+        if file.suffix != ".json":  # which are small, and written anew
+            try:
+                os.link(file, target / file.name)
+                continue
+            except OSError:
+                pass  # not every file system has links
+        shutil.copy2(file, target / file.name)
 
 
 def _index(documents: Iterator[Document], folder: Path, metadata: _Metadata) -> int:

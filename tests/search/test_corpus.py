@@ -155,7 +155,7 @@ class TestReadCorpus:
         with pytest.raises(ValueError, match="A corpus is a"):
             read_corpus(tmp_path)
 
-    @pytest.mark.parametrize("source", ["corpus", "./owner/name", "/nowhere/name", "a/b/c"])
+    @pytest.mark.parametrize("source", ["corpus", "./corpus", "../corpus", "./owner/name", "/nowhere/name", "a/b/c"])
     def test_what_is_no_name_of_a_data_set(self, tmp_path, monkeypatch, source):
         monkeypatch.chdir(tmp_path)
         with pytest.raises(FileNotFoundError, match="There is no corpus file or folder"):
@@ -265,53 +265,41 @@ class DataSets(BaseHTTPRequestHandler):
     do_HEAD = do_POST = do_GET
 
 
-class TestHub:
-    """Streams from a stand-in for the Hub on the loopback, in a process that takes it for the Hub."""
+def test_hub(tmp_path):
+    """In a process that takes a stand-in on the loopback for the Hub."""
+    pq.write_table(
+        pa.table({"id": [1, 2, 3], "title": ["A", "B", "C"], "text": ["a", None, "c"]}), tmp_path / "file.parquet"
+    )
+    handler = type("Handler", (DataSets,), {"content": (tmp_path / "file.parquet").read_bytes()})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    code = """
+from mempo_trl.search import read_corpus
 
-    @pytest.fixture
-    def run(self, tmp_path):
-        pq.write_table(
-            pa.table({"id": [1, 2, 3], "title": ["A", "B", "C"], "text": ["a", None, "c"]}), tmp_path / "file.parquet"
+reader = read_corpus("owner/name", title_column="title", text_column="text", skip_bad_lines=True)
+print([document.contents for document in reader], reader.skipped, reader.unit)
+for name, options in [("owner/name", {}), ("owner/name", {"split": "test"}), ("owner/other", {})]:
+    try:
+        list(read_corpus(name, text_column="text", **options))
+    except (ValueError, FileNotFoundError) as error:
+        print(type(error).__name__, error)
+"""
+    hub = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, **hub}, cwd=tmp_path, capture_output=True, check=True
         )
-        handler = type("Handler", (DataSets,), {"content": (tmp_path / "file.parquet").read_bytes()})
-        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        environment = {
-            **os.environ,
-            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-            "HF_HUB_OFFLINE": "0",
-            "HF_HOME": str(tmp_path / "home"),
-        }
-
-        def run(code):
-            code = f"from mempo_trl.search import read_corpus\n{code}"
-            done = subprocess.run(
-                [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
-            )
-            return done.stdout, done.stderr
-
-        yield run
+    finally:
         server.shutdown()
         server.server_close()
-
-    def test_reads(self, run):
-        output, errors = run(
-            "reader = read_corpus('owner/name', title_column='title', text_column='text', skip_bad_lines=True)\n"
-            "print([(d.id, d.contents) for d in reader], reader.skipped, reader.unit)"
-        )
-        assert output == "[('1', '\"A\"\\na'), ('3', '\"C\"\\nc')] 1 rows\n", errors
-
-    def test_bad_row(self, run):
-        _, errors = run("list(read_corpus('owner/name', text_column='text'))")
-        assert 'ValueError: owner/name, split train, row 2: "text" must be a string, got a NoneType.' in errors
-
-    def test_no_such_data_set(self, run):
-        _, errors = run("read_corpus('owner/other')")
-        assert "no corpus file or folder owner/other, and no data set of that name on the Hub" in errors
-
-    def test_no_such_split(self, run):
-        _, errors = run("read_corpus('owner/name', split='test')")
-        assert "ValueError" in errors and "test" in errors.splitlines()[-1]
+    read, bad_row, bad_split, missing = done.stdout.decode().splitlines()
+    assert read == """['"A"\\na', '"C"\\nc'] 1 rows"""
+    assert bad_row == 'ValueError owner/name, split train, row 2: "text" must be a string, got a NoneType.'
+    assert bad_split.startswith("ValueError ")
+    assert "test" in bad_split
+    assert missing.startswith(
+        "FileNotFoundError There is no corpus file or folder owner/other, and no data set of that name on the Hub: "
+    )
 
 
 class TestTexts:
