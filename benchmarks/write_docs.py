@@ -7,6 +7,7 @@ it was not measured.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +123,7 @@ def search_bm25() -> tuple[list[Report], str]:
         "open, ms": column(lambda report, name: f"{1000 * report['open_seconds'][name]:.1f}"),
         "queries a second": column(lambda report, name: f"{report['queries_per_second'][name]:.0f}"),
         "one query, ms": column(latency),
+        "processor, seconds": column(lambda report, name: f"{report['builds'][name]['processor_seconds']:.0f}"),
         "build ratio": column(ratio("build_ratio")),
         "batch ratio": column(ratio("batch_ratio")),
         "latency ratio": column(ratio("latency_ratio")),
@@ -133,7 +135,28 @@ def search_bm25() -> tuple[list[Report], str]:
         for name, build in report["builds"].items()
         if "failed" in build
     ]
-    return reports, "\n\n".join([text, *failed])
+    grown = [estimate(*reports[-2:], passages=21_015_324)] if len(reports) > 1 else []
+    return reports, "\n\n".join([text, *failed, *grown])
+
+
+def estimate(small: Report, large: Report, passages: int) -> str:
+    """What a larger index should take, if it goes on growing by the same power of the number of passages."""
+    sizes = [report["sizes"]["passages"] for report in (small, large)]
+
+    def grow(make: Callable[[Report], float]) -> tuple[float, float]:
+        power = math.log(make(large) / make(small)) / math.log(sizes[1] / sizes[0])
+        return make(large) * (passages / sizes[1]) ** power, power
+
+    # Processor time, for what else runs on a machine stretches the other.
+    seconds, build_power = grow(lambda report: report["builds"]["mempo_trl"]["processor_seconds"])
+    disk, disk_power = grow(lambda report: report["builds"]["mempo_trl"]["disk_bytes"])
+    rate, rate_power = grow(lambda report: report["queries_per_second"]["mempo_trl"])
+    return (
+        f"Going on as from {sizes[0]:,} to {sizes[1]:,}, {passages:,} passages (as many as wiki-18 has, whose passages "
+        f"have 100 words, though) would take\n{seconds / 60:.0f} minutes of processor time to build (power {build_power:.2f}) and "
+        f"{disk / 2**30:.1f} GiB on disk (power {disk_power:.2f}), and answer {rate:.1f} queries a second "
+        f"(power {rate_power:.2f})."
+    )
 
 
 PAGES = {"performance": (memory_pass, windowed_policy, step_overhead), "search": (search_bm25,)}
