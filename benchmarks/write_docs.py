@@ -152,7 +152,7 @@ def estimate(small: Report, large: Report, passages: int) -> str:
     disk, disk_power = grow(lambda report: report["builds"]["mempo_trl"]["disk_bytes"])
     rate, rate_power = grow(lambda report: report["queries_per_second"]["mempo_trl"])
     return (
-        f"Going on as from {sizes[0]:,} to {sizes[1]:,}, {passages:,} passages (wiki-18 has as many, of 100 words though)\n"
+        f"Going on as from {sizes[0]:,} to {sizes[1]:,}, {passages:,} passages (as many as wiki-18 has, of 100 words)\n"
         f"would take {seconds / 60:.0f} minutes of processor time to build (power {build_power:.2f}) and "
         f"{disk / 2**30:.1f} GiB on disk (power {disk_power:.2f}),\nand answer {rate:.1f} queries a second "
         f"(power {rate_power:.2f})."
