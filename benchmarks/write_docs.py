@@ -1,4 +1,4 @@
-"""Put the figures of docs/performance/*.json into the tables of docs/performance.md.
+"""Put the figures of docs/performance/*.json into the tables of docs/performance.md, and so for docs/search.
 
     python benchmarks/write_docs.py
 
@@ -7,6 +7,7 @@ it was not measured.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +20,9 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 Report = dict[str, Any]
 
 
-def results(*names: str) -> list[Report]:
+def results(*names: str, folder: str = "performance") -> list[Report]:
     """Reports of benchmarks; those that are not there are left out."""
-    files = [DOCS / "performance" / f"{name}.json" for name in names]
+    files = [DOCS / folder / f"{name}.json" for name in names]
     return [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
 
 
@@ -100,16 +101,78 @@ def step_overhead() -> tuple[list[Report], str]:
     return reports, table(columns, [(report,) for report in reports])
 
 
+def search_bm25() -> tuple[list[Report], str]:
+    reports = results("bm25_100k", "bm25_1m", "bm25_5m", folder="search")
+
+    def latency(report: Report, name: str) -> str:
+        return f"{1000 * report['latency_seconds'][name]:.1f}"
+
+    def column(make: Callable[[Report, str], str]) -> Callable[[Report, str], str]:
+        return lambda report, name: make(report, name) if name in report["open_seconds"] else "–"
+
+    def ratio(key: str) -> Callable[[Report, str], str]:
+        return lambda report, name: f"{report[key][name]:.2f}" if name in report[key] else ""
+
+    columns: dict[str, Callable[[Report, str], str]] = {
+        "passages": lambda report, name: f"{report['sizes']['passages']:,}",
+        "with": lambda report, name: name,
+        "build, seconds": column(lambda report, name: f"{report['builds'][name]['seconds']:.0f}"),
+        "peak GiB": column(lambda report, name: f"{report['builds'][name]['peak_bytes'] / 2**30:.1f}"),
+        "of which no files": column(lambda report, name: f"{report['builds'][name]['peak_own_bytes'] / 2**30:.1f}"),
+        "on disk, GiB": column(lambda report, name: f"{report['builds'][name]['disk_bytes'] / 2**30:.2f}"),
+        "open, ms": column(lambda report, name: f"{1000 * report['open_seconds'][name]:.1f}"),
+        "queries a second": column(lambda report, name: f"{report['queries_per_second'][name]:.0f}"),
+        "one query, ms": column(latency),
+        "processor, seconds": column(lambda report, name: f"{report['builds'][name]['processor_seconds']:.0f}"),
+        "build ratio": column(ratio("build_ratio")),
+        "batch ratio": column(ratio("batch_ratio")),
+        "latency ratio": column(ratio("latency_ratio")),
+    }
+    text = table(columns, [(report, name) for report in reports for name in report["builds"]])
+    failed = [
+        f"{name} did not index {report['sizes']['passages']:,} passages: {build['failed']}"
+        for report in reports
+        for name, build in report["builds"].items()
+        if "failed" in build
+    ]
+    grown = [estimate(*reports[-2:], passages=21_015_324)] if len(reports) > 1 else []
+    return reports, "\n\n".join([text, *failed, *grown])
+
+
+def estimate(small: Report, large: Report, passages: int) -> str:
+    """What a larger index should take, if it goes on growing by the same power of the number of passages."""
+    sizes = [report["sizes"]["passages"] for report in (small, large)]
+
+    def grow(make: Callable[[Report], float]) -> tuple[float, float]:
+        power = math.log(make(large) / make(small)) / math.log(sizes[1] / sizes[0])
+        return make(large) * (passages / sizes[1]) ** power, power
+
+    # Processor time, for what else runs on a machine stretches the other.
+    seconds, build_power = grow(lambda report: report["builds"]["mempo_trl"]["processor_seconds"])
+    disk, disk_power = grow(lambda report: report["builds"]["mempo_trl"]["disk_bytes"])
+    rate, rate_power = grow(lambda report: report["queries_per_second"]["mempo_trl"])
+    return (
+        f"Going on as from {sizes[0]:,} to {sizes[1]:,}, {passages:,} passages (as many as wiki-18 has, of 100 words)\n"
+        f"would take {seconds / 60:.0f} minutes of processor time to build (power {build_power:.2f}) and "
+        f"{disk / 2**30:.1f} GiB on disk (power {disk_power:.2f}),\nand answer {rate:.1f} queries a second "
+        f"(power {rate_power:.2f})."
+    )
+
+
+PAGES = {"performance": (memory_pass, windowed_policy, step_overhead), "search": (search_bm25,)}
+
+
 def main() -> None:
-    path = DOCS / "performance.md"
-    text = path.read_text(encoding="utf-8")
-    for make in (memory_pass, windowed_policy, step_overhead):
-        marker = re.compile(rf"(<!-- {make.__name__} -->\n).*?(<!-- end -->)", re.DOTALL)
-        assert marker.search(text), f"{path} has no place for {make.__name__}"
-        reports, measured = make()
-        shown = f"{measured}\n\n{signed(reports)}" if reports else "Not measured."
-        text = marker.sub(lambda match, shown=shown: f"{match[1]}\n{shown}\n\n{match[2]}", text)
-    path.write_text(text, encoding="utf-8")
+    for page, makers in PAGES.items():
+        path = DOCS / f"{page}.md"
+        text = path.read_text(encoding="utf-8")
+        for make in makers:
+            marker = re.compile(rf"(<!-- {make.__name__} -->\n).*?(<!-- end -->)", re.DOTALL)
+            assert marker.search(text), f"{path} has no place for {make.__name__}"
+            reports, measured = make()
+            shown = f"{measured}\n\n{signed(reports)}" if reports else "Not measured."
+            text = marker.sub(lambda match, shown=shown: f"{match[1]}\n{shown}\n\n{match[2]}", text)
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mempo_trl.search.corpus import Document, SearchResult, read_corpus
+from mempo_trl.search.corpus import CorpusReader, Document, SearchResult, read_corpus
 from mempo_trl.search.tool import make_search_tool
 
 
@@ -30,6 +30,7 @@ _LAZY = {
 __all__ = [
     "BM25Index",
     "CachedSearch",
+    "CorpusReader",
     "Document",
     "HttpSearch",
     "SearchRefusedError",

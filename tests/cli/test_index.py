@@ -1,0 +1,88 @@
+import json
+
+import pytest
+
+from mempo_trl.cli import main
+from mempo_trl.search import BM25Index
+
+
+RECORDS = [
+    {"id": "1", "contents": '"Dune"\nA novel by Frank Herbert.'},
+    {"id": "2", "contents": '"Emma"\nThe novels of Jane Austen.'},
+]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    return path
+
+
+def ids(path, query):
+    return [result.id for result in BM25Index.load(path).search([query])[0]]
+
+
+def test_builds_and_adds(tmp_path, corpus, capsys):
+    out = tmp_path / "deep" / "index"
+    assert main(["index", str(corpus), str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}: 2 documents\n"
+    assert ids(out, "austen") == ["2"]
+    more = tmp_path / "more.jsonl"
+    more.write_text(json.dumps({"key": 3, "name": "Persuasion", "body": "Austen again."}))
+    columns = ["--id-column", "key", "--title-column", "name", "--text-column", "body"]
+    assert main(["index", str(more), str(out), "--add", *columns]) == 0
+    assert capsys.readouterr().out == f"{out}: 3 documents\n"
+    assert sorted(ids(out, "austen")) == ["2", "3"]
+    assert BM25Index.load(out).search(["persuasion"])[0][0].contents == '"Persuasion"\nAusten again.'
+
+
+def test_does_not_replace_unless_told(tmp_path, corpus, capsys):
+    out = tmp_path / "index"
+    BM25Index.build([{"id": 9, "contents": "austen"}], out)
+    assert main(["index", str(corpus), str(out)]) == 1
+    assert "use --overwrite to replace it, or --add" in capsys.readouterr().err
+    assert ids(out, "austen") == ["9"]
+    assert main(["index", str(corpus), str(out), "--overwrite"]) == 0
+    assert ids(out, "austen") == ["2"]
+
+
+def test_bad_lines(tmp_path, corpus, capsys):
+    with corpus.open("a") as file:
+        file.write("not JSON\n")
+    out = tmp_path / "index"
+    assert main(["index", str(corpus), str(out)]) == 1
+    error = capsys.readouterr().err
+    assert f"{corpus}, line 3: " in error
+    assert not out.exists()
+    assert main(["index", str(corpus), str(out), "--skip-bad-lines"]) == 0
+    assert "1 lines or rows" in capsys.readouterr().err
+    assert ids(out, "austen") == ["2"]
+
+
+def test_options(tmp_path, corpus, capsys):
+    (tmp_path / "stop.txt").write_text("by\nherbert")
+    out = tmp_path / "index"
+    options = ["--stem", "english", "--stop-words", str(tmp_path / "stop.txt"), "--no-store-text", "--ngram", "3"]
+    assert main(["index", str(corpus), str(out), *options]) == 0
+    assert sorted(ids(out, "novel")) == ["1", "2"]
+    assert ids(out, "herbert") == []
+    assert main(["index", str(corpus), str(out), "--add", "--stem", "english"]) == 1
+    assert "--stem cannot be given with --add" in capsys.readouterr().err
+
+
+def test_passages_of_a_folder(tmp_path, capsys):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.md").write_text("# Title\n\none two three four five\n")
+    out = tmp_path / "index"
+    assert main(["index", str(tmp_path / "notes"), str(out), "--passage-words", "3", "--overlap-words", "1"]) == 0
+    (result,) = BM25Index.load(out).search(["five"])[0]
+    assert (result.id, result.title, result.text) == ("a.md#2", "Title", "three four five")
+
+
+def test_what_is_not_there(tmp_path, capsys):
+    assert main(["index", str(tmp_path / "corpus.jsonl"), str(tmp_path / "index")]) == 1
+    assert "There is no corpus file" in capsys.readouterr().err
+    (tmp_path / "corpus.jsonl").write_text(json.dumps(RECORDS[0]))
+    assert main(["index", str(tmp_path / "corpus.jsonl"), str(tmp_path / "index"), "--add"]) == 1
+    assert "There is no BM25 index at" in capsys.readouterr().err
