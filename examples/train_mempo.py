@@ -85,7 +85,8 @@ def open_search(arguments: MemPOScriptArguments):
             if not corpus.exists():
                 raise ValueError(f"`corpus={corpus}` does not exist.")
             BM25Index.build(corpus, path)
-    return BM25Index.load(path)
+    # An index of documents that have changed since is refused.
+    return BM25Index.load(path, corpus=arguments.corpus and Path(arguments.corpus).expanduser())
 
 
 def load_questions(arguments: MemPOScriptArguments, evaluates: bool) -> tuple[Dataset, Dataset | None]:
