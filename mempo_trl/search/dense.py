@@ -122,7 +122,8 @@ class DenseIndex:
                 "contents". It is streamed.
             path: The folder of the index. Its parents are created.
             model: The name of a sentence-transformers model, or its folder.
-            overwrite: Replace a dense index that is already there. Any other folder is never replaced.
+            overwrite: Replace a dense index that is already there, unless it is the very same one. Any other folder is
+                never replaced.
             query_prefix: What goes before each query. By default what the model's files say (the prompts in
                 `config_sentence_transformers.json`), else what models of that name want (e5: "query: "), else nothing.
             passage_prefix: What goes before each passage, likewise (e5: "passage: ").
@@ -165,7 +166,7 @@ class DenseIndex:
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
-        settings = {**encoder.settings, "embedding_dtype": embedding_dtype}
+        settings: dict[str, Any] = {**encoder.settings, "embedding_dtype": embedding_dtype}
         if factory is not None:
             make_faiss(encoder.dimension, factory, parameters)  # a wrong one is told before hours of encoding
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -384,7 +385,7 @@ class Encoder:
         probe = self.passages([_PROBE])[0]
         self.dimension = len(probe)
         # What shapes the vectors, as it is saved.
-        self.settings = {
+        self.settings: dict[str, Any] = {
             "model": self.name,
             "revision": revision,
             "query_prefix": self.query_prefix,
@@ -419,7 +420,7 @@ class Encoder:
         return vectors.float().cpu().numpy()
 
 
-def default_prefixes(name: str, prompts: Mapping[str, str]) -> tuple[str, str]:
+def default_prefixes(name: str, prompts: Mapping[str, str | None]) -> tuple[str, str]:
     """What a model wants before a query and before a passage.
 
     Args:
@@ -686,8 +687,9 @@ def _read_faiss(path: Path) -> Any:
 
 
 def _set_parameters(index: Any, parameters: str) -> None:
+    space: Any = faiss.ParameterSpace()  # its stubs know one of its overloads only
     try:
-        faiss.ParameterSpace().set_index_parameters(index, parameters)
+        space.set_index_parameters(index, parameters)
     except (RuntimeError, ValueError) as error:
         raise ValueError(
             f'parameters must be faiss search parameters that the index has, such as "nprobe=64", got {parameters!r}: '
@@ -696,8 +698,8 @@ def _set_parameters(index: Any, parameters: str) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """What faiss says, without the name and the line of its source."""
-    return str(error).rpartition("Error: ")[2].strip().rstrip(".")
+    """What faiss says, without the place in its source."""
+    return re.sub(r"^Error in .*?:\d+: (Error: '.*?' failed: )?", "", str(error)).strip().rstrip(".")
 
 
 def _read_metadata(path: Path) -> dict[str, Any]:

@@ -40,10 +40,7 @@ class HybridSearch:
     def __init__(self, backends: Sequence[SearchBackend], rank_constant: float = 60, depth: int = 100):
         if not backends:
             raise ValueError("backends must name at least one search backend.")
-        if not rank_constant >= 0:
-            raise ValueError(f"rank_constant must be a number of at least 0, got {rank_constant!r}.")
-        if not isinstance(depth, int) or depth < 1:
-            raise ValueError(f"depth must be a whole number of at least 1, got {depth!r}.")
+        _check_options(rank_constant, depth)
         self.backends = list(backends)
         self.rank_constant = rank_constant
         self.depth = depth
@@ -89,12 +86,12 @@ class HybridSearch:
 
         path = Path(path).expanduser().resolve()
         check_target(path, METADATA, _KIND, overwrite)
+        _check_options(rank_constant, depth)
         building = path.with_name(f".{path.name}.building")
         try:
             # The dense index has what takes long. It stores the documents, so an iterator is read only once.
             dense_index = DenseIndex.build(corpus, building / "dense", model, overwrite=True, **(dense or {}))
-            lexical = BM25Index.build(dense_index.documents, building / "bm25", overwrite=True, **(bm25 or {}))
-            cls([lexical, dense_index], rank_constant, depth)  # raises if a number is out of range
+            BM25Index.build(dense_index.documents, building / "bm25", overwrite=True, **(bm25 or {}))
             for leftover in building.glob(".*"):
                 shutil.rmtree(leftover, ignore_errors=True)
             write_json(
@@ -188,3 +185,10 @@ def reciprocal_rank_fusion(rankings: Iterable[Sequence[Document]], rank_constant
         for identifier, score in scores.items()
     ]
     return sorted(results, key=lambda result: -result.score)  # a stable sort
+
+
+def _check_options(rank_constant: float, depth: int) -> None:
+    if not rank_constant >= 0:
+        raise ValueError(f"rank_constant must be a number of at least 0, got {rank_constant!r}.")
+    if not isinstance(depth, int) or depth < 1:
+        raise ValueError(f"depth must be a whole number of at least 1, got {depth!r}.")
