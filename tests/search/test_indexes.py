@@ -2,10 +2,9 @@ import subprocess
 import sys
 
 import pytest
+from test_dense import DOCUMENTS, MODEL
 
 from mempo_trl.search import BM25Index, DenseIndex, HybridSearch, open_index
-
-from test_dense import DOCUMENTS, MODEL
 
 
 @pytest.mark.parametrize(("kind", "arguments"), [(BM25Index, ()), (DenseIndex, (MODEL,)), (HybridSearch, (MODEL,))])
