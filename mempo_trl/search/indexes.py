@@ -1,20 +1,61 @@
-"""Opening whatever index a folder holds."""
+"""Opening whatever index a folder holds, and what the indexes share."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from mempo_trl.search.tool import SearchBackend
 
 
-def open_index(path: str | Path) -> SearchBackend:
+def open_index(path: str | Path, device: str | None = None) -> SearchBackend:
     """Open an index, of whatever kind it is.
 
     Args:
-        path: The folder of a `BM25Index`.
+        path: The folder of a `BM25Index`, a `DenseIndex` or a `HybridSearch`.
+        device: Where a dense index's model runs, for example "cpu" or "cuda:1"; by default on a GPU if there is one.
+            BM25 has no use for it.
 
     Raises:
         FileNotFoundError: If there is no index at `path`.
-        ValueError: If it is damaged, or of a version that cannot be read.
+        ValueError: If it is damaged, or of a version that cannot be read, or its model cannot be loaded.
+        ImportError: If it is dense and the extra `dense` is not installed.
     """
-    from mempo_trl.search.bm25 import BM25Index
+    path = Path(path).expanduser()
+    if (path / "mempo_bm25.json").is_file():
+        from mempo_trl.search.bm25 import BM25Index
 
-    return BM25Index.load(path)
+        return BM25Index.load(path)
+    if (path / "mempo_dense.json").is_file():
+        from mempo_trl.search.dense import DenseIndex
+
+        return DenseIndex.load(path, device=device)
+    if (path / "mempo_hybrid.json").is_file():
+        from mempo_trl.search.hybrid import HybridSearch
+
+        return HybridSearch.load(path, device=device)
+    raise FileNotFoundError(
+        f"There is no index at {path}; make one with BM25Index.build, DenseIndex.build or HybridSearch.build."
+    )
+
+
+def distinct_queries(queries: Sequence[str], k: int) -> list[str]:
+    """Check what a search is asked for.
+
+    Args:
+        queries: The texts to search for.
+        k: The number of documents per query.
+
+    Returns:
+        The queries in their order, each once.
+
+    Raises:
+        TypeError: If `queries` is not a list of strings.
+        ValueError: If `k` is not a whole number of at least 1.
+    """
+    if not isinstance(k, int) or k < 1:
+        raise ValueError(f"k must be a whole number of at least 1, got {k!r}.")
+    if isinstance(queries, str):
+        raise TypeError(f"queries must be a list of strings, got the single string {queries!r}.")
+    for query in queries:
+        if not isinstance(query, str):
+            raise TypeError(f"Every query must be a string, got {query!r}.")
+    return list(dict.fromkeys(queries))
