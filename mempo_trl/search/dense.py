@@ -148,7 +148,7 @@ class DenseIndex:
             FileExistsError: If `path` exists, is not empty, and must not be overwritten.
             FileNotFoundError: If the corpus is a path without a file.
             ValueError: If the corpus is empty or malformed, the model cannot be loaded, or an option is wrong.
-            RuntimeError: If another process is building the same index.
+            BlockingIOError: If another process is building the same index.
         """
         path = Path(path).expanduser().resolve()
         check_target(path, METADATA, _KIND, overwrite)
@@ -176,7 +176,7 @@ class DenseIndex:
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            raise RuntimeError(f"Another process is building the index {path}; wait for it, or end it.") from None
+            raise BlockingIOError(f"Another process is building the index {path}; wait for it, or end it.") from None
         complete, shards = building / "index", building / "shards"
         try:
             shutil.rmtree(complete, ignore_errors=True)

@@ -79,7 +79,7 @@ class HybridSearch:
         Raises:
             FileExistsError: If `path` exists, is not empty, and must not be overwritten.
             ImportError: If the extra `dense` is not installed.
-            FileNotFoundError, ValueError, RuntimeError: As of `DenseIndex.build`.
+            FileNotFoundError, ValueError, BlockingIOError: As of `DenseIndex.build`.
         """
         from mempo_trl.search.bm25 import BM25Index
         from mempo_trl.search.dense import DenseIndex

