@@ -1,0 +1,6 @@
+import sys
+
+from mempo_trl.cli import main
+
+
+sys.exit(main())
