@@ -202,6 +202,10 @@ class ResumableTrainer(GRPOTrainer):
     _sampler: Any = None
     _broken_steps = 0  # in a row, up to now
 
+    def train(self, *args, **kwargs):
+        self._broken_steps = 0
+        return super().train(*args, **kwargs)
+
     def _get_output_dir(self, trial) -> str:
         return str(self._staging or super()._get_output_dir(trial))
 
@@ -261,7 +265,6 @@ class ResumableTrainer(GRPOTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        self._broken_steps = 0
         if checkpoint is None:
             return
         if isinstance(self.train_dataset, IterableDataset) and (self.state.epoch or 0) >= 1:
