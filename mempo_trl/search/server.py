@@ -181,6 +181,8 @@ def serve(
 
 def _listen(host: str, port: int) -> socket.socket:
     """A socket bound to the address. It refuses connections until the server listens on it."""
+    if not 0 <= port <= 65535:  # the C library would take it modulo 65536
+        raise OSError(f"Cannot listen on {host}, port {port}: ports are numbers from 0 to 65535.")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -192,7 +194,7 @@ def _listen(host: str, port: int) -> socket.socket:
         except OSError:
             listener.close()
             raise
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         reason = getattr(error, "strerror", None) or error
         raise OSError(f"Cannot listen on {host}, port {port}: {reason}.") from error
     return listener

@@ -1,4 +1,4 @@
-"""Training goes on, or stops, as it should when its search server fails. All servers here are real processes or sockets."""
+"""Training goes on, or stops, as it should when its search server fails. All servers are real processes or sockets."""
 
 import os
 import signal
