@@ -22,7 +22,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from mempo_trl import MemPOConfig, MemPOTrainer, rewards
-from mempo_trl.search import BM25Index, HttpSearch, make_search_tool
+from mempo_trl.search import BM25Index, HttpSearch, make_search_tool, open_index
 
 
 @dataclass
@@ -32,9 +32,10 @@ class MemPOScriptArguments(ScriptArguments):
 
     Args:
         search (`str`, *optional*):
-            Where to search: the URL of a server (`http://localhost:8000/retrieve`), or the path of a BM25 index.
+            Where to search: the URL of a server (`http://localhost:8000/retrieve`; the environment variable
+            `MEMPO_SERVER_TOKEN` may hold its token), or the path of an index as `mempo index` makes it.
         corpus (`str`, *optional*):
-            Documents (.jsonl, .jsonl.gz) to build the BM25 index of, if it does not exist yet.
+            Documents of a BM25 index. It is built if it does not exist yet, and refused if it is of other documents.
         search_results (`int`, *optional*, defaults to `3`):
             Documents that a search gives.
         search_timeout (`float`, *optional*, defaults to `30.0`):
@@ -51,7 +52,7 @@ class MemPOScriptArguments(ScriptArguments):
             Questions to evaluate on; all of the split if not given.
     """
 
-    search: str | None = field(default=None, metadata={"help": "URL of a search server, or path of a BM25 index."})
+    search: str | None = field(default=None, metadata={"help": "URL of a search server, or path of an index."})
     corpus: str | None = field(
         default=None, metadata={"help": "Documents to build the BM25 index of, if it is missing."}
     )
@@ -72,7 +73,8 @@ def open_search(arguments: MemPOScriptArguments):
     if arguments.search is None:
         raise ValueError("`search` is missing: give the URL of a search server, or the path of a BM25 index.")
     if arguments.search.startswith(("http://", "https://")):
-        return HttpSearch(arguments.search, timeout=arguments.search_timeout)
+        token = os.environ.get("MEMPO_SERVER_TOKEN")
+        return HttpSearch(arguments.search, timeout=arguments.search_timeout, token=token)
     path = Path(arguments.search).expanduser()
     # One process of each machine builds; the others find what it has built.
     with PartialState().local_main_process_first():
@@ -85,8 +87,9 @@ def open_search(arguments: MemPOScriptArguments):
             if not corpus.exists():
                 raise ValueError(f"`corpus={corpus}` does not exist.")
             BM25Index.build(corpus, path)
-    # An index of documents that have changed since is refused.
-    return BM25Index.load(path, corpus=arguments.corpus and Path(arguments.corpus).expanduser())
+    if arguments.corpus is None:
+        return open_index(path)
+    return BM25Index.load(path, corpus=Path(arguments.corpus).expanduser())
 
 
 def load_questions(arguments: MemPOScriptArguments, evaluates: bool) -> tuple[Dataset, Dataset | None]:
