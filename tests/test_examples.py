@@ -176,6 +176,11 @@ def test_search_and_rewards_by_name(tmp_path, monkeypatch):
     (tmp_path / "corpus.jsonl").write_text(json.dumps({"id": "1", "contents": "text"}), encoding="utf-8")
     for _ in range(2):  # built, then found
         assert len(script.open_search(index)) == 1
+    (tmp_path / "corpus.jsonl").write_text(json.dumps({"id": "1", "contents": "another"}), encoding="utf-8")
+    with pytest.raises(ValueError, match="corpus"):
+        script.open_search(index)
+    index.corpus = None
+    assert len(script.open_search(index)) == 1
     assert script.load_rewards(None) is None
     assert script.load_rewards(["f1_reward", "mempo_trl.rewards.f1_reward"]) == [f1_reward, f1_reward]
     with pytest.raises(ValueError, match=r"there is no function 'f2_reward' in mempo_trl.rewards"):
