@@ -32,6 +32,7 @@ from mempo_trl.search.corpus import (
     parse_line,
     read_corpus,
 )
+from mempo_trl.search.indexes import distinct_queries
 
 
 logger = logging.getLogger(__name__)
@@ -363,14 +364,7 @@ class BM25Index:
             TypeError: If `queries` is not a list of strings.
             ValueError: If `k` is not a whole number of at least 1.
         """
-        if not isinstance(k, int) or k < 1:
-            raise ValueError(f"k must be a whole number of at least 1, got {k!r}.")
-        if isinstance(queries, str):
-            raise TypeError(f"queries must be a list of strings, got the single string {queries!r}.")
-        for query in queries:
-            if not isinstance(query, str):
-                raise TypeError(f"Every query must be a string, got {query!r}.")
-        distinct = list(dict.fromkeys(queries))
+        distinct = distinct_queries(queries, k)
         opened = self._opened
         if len(distinct) == 1:
             found = {distinct[0]: opened.search(distinct[0], k)}
