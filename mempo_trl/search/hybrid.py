@@ -70,7 +70,7 @@ class HybridSearch:
             overwrite: Replace a hybrid index that is already there. Any other folder is never replaced.
             rank_constant: See the class.
             depth: See the class.
-            bm25: Options of `BM25Index.build`, for example `{"stem": True}`.
+            bm25: Options of `BM25Index.build`, for example `{"stem": "english"}`.
             dense: Options of `DenseIndex.build`, for example `{"batch_size": 256}`.
 
         Returns:

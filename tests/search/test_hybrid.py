@@ -151,7 +151,7 @@ class TestSaved:
             MODEL,
             rank_constant=7,
             depth=9,
-            bm25={"stem": True},
+            bm25={"stem": "english"},
             dense={"query_prefix": "q: ", "shard_size": 3},
         )
         loaded = HybridSearch.load(tmp_path / "index")
