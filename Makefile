@@ -35,7 +35,7 @@ lint: $(VENV)/.installed
 $(VENV)/.installed: setup.cfg pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet --editable ".[deepspeed,dense,server,test,lint]"
+	$(BIN)/pip install --quiet --editable ".[deepspeed,test,test-search,lint]"
 	touch $@
 
 $(VLLM_VENV)/.installed: setup.cfg pyproject.toml Makefile tests/vllm_cpu/requirements.py
