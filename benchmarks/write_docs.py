@@ -36,7 +36,8 @@ def signed(reports: list[Report]) -> str:
     """Commands, machines and versions of what a table shows."""
     commands = "\n".join("    " + report["command"] for report in reports)
     abouts = {
-        f"Medians of {report['sizes']['runs']} runs; {report['hardware']}; "
+        (f"Medians of {report['sizes']['runs']} runs; " if "sizes" in report else "")
+        + f"{report['hardware']}; "
         + ", ".join(f"{name} {version}" for name, version in report["versions"].items())
         + "."
         for report in reports
@@ -159,7 +160,29 @@ def estimate(small: Report, large: Report, passages: int) -> str:
     )
 
 
-PAGES = {"performance": (memory_pass, windowed_policy, step_overhead), "search": (search_bm25,)}
+def search_server() -> tuple[list[Report], str]:
+    reports = results("server", folder="search")
+
+    def attacked(part: Report) -> str:
+        return "; ".join(f"{name}: {', '.join(answers)}" for name, answers in part["attacks"].items())
+
+    columns: dict[str, Callable[[str, Report], str]] = {
+        "64 clients": lambda name, part: name,
+        "seconds": lambda name, part: f"{part['seconds']:.0f}",
+        "requests a second": lambda name, part: f"{part['requests_per_second']:,.0f}",
+        "p50, ms": lambda name, part: f"{part['ms']['p50']:.0f}",
+        "p99, ms": lambda name, part: f"{part['ms']['p99']:.0f}",
+        "longest, ms": lambda name, part: f"{part['ms']['most']:.0f}",
+        "errors": lambda name, part: str(part["errors"]),
+        "memory at the start, middle and end, MiB": lambda name, part: ", ".join(
+            f"{part['memory_bytes'][index] / 2**20:.0f}" for index in (0, len(part["memory_bytes"]) // 2, -1)
+        ),
+        "hostile clients were answered": lambda name, part: attacked(part),
+    }
+    return reports, table(columns, [item for report in reports for item in report["parts"].items()])
+
+
+PAGES = {"performance": (memory_pass, windowed_policy, step_overhead), "search": (search_bm25, search_server)}
 
 
 def main() -> None:
