@@ -22,7 +22,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from mempo_trl import MemPOConfig, MemPOTrainer, rewards
-from mempo_trl.search import BM25Index, HttpSearch, make_search_tool, open_index
+from mempo_trl.search import BM25Index, CachedSearch, HttpSearch, make_search_tool, open_index
 
 
 @dataclass
@@ -40,6 +40,8 @@ class MemPOScriptArguments(ScriptArguments):
             Documents that a search gives.
         search_timeout (`float`, *optional*, defaults to `30.0`):
             Seconds to wait for a search server.
+        search_cache (`str`, *optional*):
+            File that remembers what was found, over runs and processes, for a search that is slow or costs money.
         query_list (`bool`, *optional*, defaults to `False`):
             Whether the tool takes a list of queries, as verl's does.
         answers_column (`str`, *optional*):
@@ -58,6 +60,7 @@ class MemPOScriptArguments(ScriptArguments):
     )
     search_results: int = field(default=3, metadata={"help": "Documents that a search gives."})
     search_timeout: float = field(default=30.0, metadata={"help": "Seconds to wait for a search server."})
+    search_cache: str | None = field(default=None, metadata={"help": "File that remembers what was found."})
     query_list: bool = field(default=False, metadata={"help": "Whether the tool takes a list of queries."})
     answers_column: str | None = field(
         default=None, metadata={"help": "Column that the accepted answers are taken from."}
@@ -163,6 +166,9 @@ def main(script_args: MemPOScriptArguments, training_args: MemPOConfig, model_ar
         "dtype": model_args.dtype,
         "trust_remote_code": training_args.trust_remote_code,
     }
+    search = open_search(script_args)
+    if script_args.search_cache is not None:
+        search = CachedSearch(search, script_args.search_cache)
     train_dataset, eval_dataset = load_questions(script_args, training_args.eval_strategy != "no")
     trainer = MemPOTrainer(
         model=model_args.model_name_or_path,
@@ -170,7 +176,7 @@ def main(script_args: MemPOScriptArguments, training_args: MemPOConfig, model_ar
         args=training_args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
-        tools=[make_search_tool(open_search(script_args), script_args.search_results, script_args.query_list)],
+        tools=[make_search_tool(search, script_args.search_results, script_args.query_list)],
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )

@@ -114,7 +114,7 @@ def test_the_recipe_for_the_relay_world_trains_and_goes_on(tmp_path):
         *("--corpus", tmp_path / "corpus.jsonl", "--search", tmp_path / "index", "--output_dir", tmp_path / "run"),
         *("--per_device_train_batch_size", 4, "--num_generations", 2, "--save_steps", 1),
         *("--per_device_eval_batch_size", 4, "--use_peft", "true", "--lora_target_modules", "all-linear"),
-        *("--resume_from_checkpoint", "last"),
+        *("--resume_from_checkpoint", "last", "--search_cache", tmp_path / "cache.sqlite"),
     ]
     for steps in (1, 2):
         run(*command, "--max_steps", steps)
@@ -123,6 +123,7 @@ def test_the_recipe_for_the_relay_world_trains_and_goes_on(tmp_path):
     assert [entry["step"] for entry in state["log_history"] if "reward" in entry] == [1, 2]
     assert "eval_rewards/f1_reward/mean" in json.loads((tmp_path / "run" / "eval_results.json").read_text())
     assert (tmp_path / "run" / "adapter_model.safetensors").exists()
+    assert (tmp_path / "cache.sqlite").exists()
 
 
 def test_the_relay_world_has_room_for_the_questions_it_is_asked_for(tmp_path):
