@@ -4,7 +4,7 @@ import threading
 import pytest
 from test_dense import DOCUMENTS, MODEL, PARAPHRASES
 
-from mempo_trl.search import BM25Index, DenseIndex, Document, HybridSearch, SearchResult, open_index
+from mempo_trl.search import BM25Index, CachedSearch, DenseIndex, Document, HybridSearch, SearchResult, open_index
 from mempo_trl.search.hybrid import reciprocal_rank_fusion
 
 
@@ -128,6 +128,17 @@ class TestSearch:
         }
         assert len(identities) == 4
         assert "one" in HybridSearch([one, two]).identity
+
+    def test_every_backend_is_cached(self, tmp_path, index):
+        bm25 = BM25Index.build(DOCUMENTS, tmp_path / "bm25")
+        for backend in (bm25, index):
+            cached = CachedSearch(backend, tmp_path / "cache")
+            wanted = backend.search(["the central bank"], 2)
+            assert cached.search(["the central bank"], 2) == cached.search(["the central bank"], 2) == wanted
+            assert (cached.hits, cached.misses) == (1, 1)
+        before = HybridSearch([bm25]).identity
+        bm25.add([Document("new", "another")])
+        assert HybridSearch([BM25Index.load(bm25.path)]).identity != before
 
 
 class TestSaved:
