@@ -79,20 +79,20 @@ def open_search(arguments: MemPOScriptArguments):
         token = os.environ.get("MEMPO_SERVER_TOKEN")
         return HttpSearch(arguments.search, timeout=arguments.search_timeout, token=token)
     path = Path(arguments.search).expanduser()
+    if arguments.corpus is None:
+        if not path.exists():
+            raise ValueError(f"`search={path}` does not exist. To build this index, give the documents as `corpus`.")
+        return open_index(path)
+    corpus = os.path.expanduser(arguments.corpus)
     # One process of each machine builds; the others find what it has built.
     with PartialState().local_main_process_first():
-        if not path.exists():
-            if arguments.corpus is None:
-                raise ValueError(
-                    f"`search={path}` does not exist. To build this index, give the documents as `corpus`."
-                )
-            corpus = Path(arguments.corpus).expanduser()
-            if not corpus.exists():
-                raise ValueError(f"`corpus={corpus}` does not exist.")
-            BM25Index.build(corpus, path)
-    if arguments.corpus is None:
-        return open_index(path)
-    return BM25Index.load(path, corpus=Path(arguments.corpus).expanduser())
+        try:
+            return BM25Index.load(path, corpus=corpus)
+        except FileNotFoundError:  # nothing, or what a build that was killed has left
+            try:
+                return BM25Index.build(corpus, path)
+            except FileNotFoundError as error:
+                raise ValueError(f"`corpus={corpus}` cannot be read: {error}") from error
 
 
 def load_questions(arguments: MemPOScriptArguments, evaluates: bool) -> tuple[Dataset, Dataset | None]:

@@ -172,10 +172,14 @@ def test_search_and_rewards_by_name(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"does not exist. To build this index, give the documents as `corpus`"):
         script.open_search(index)
     index.corpus = "~/corpus.jsonl"
-    with pytest.raises(ValueError, match=r"`corpus=.*corpus.jsonl` does not exist"):
+    with pytest.raises(ValueError, match=r"`corpus=.*corpus.jsonl` cannot be read"):
         script.open_search(index)
     (tmp_path / "corpus.jsonl").write_text(json.dumps({"id": "1", "contents": "text"}), encoding="utf-8")
-    for _ in range(2):  # built, then found
+    killed = "import os, sys; from mempo_trl.search import BM25Index; "
+    killed += "BM25Index.build(iter(lambda: os._exit(9), 0), sys.argv[1])"
+    assert subprocess.run([sys.executable, "-c", killed, str(tmp_path / "index")], check=False).returncode == 9
+    assert (tmp_path / "index").exists()
+    for _ in range(2):  # built, in spite of what a killed build has left, then found
         assert len(script.open_search(index)) == 1
     (tmp_path / "corpus.jsonl").write_text(json.dumps({"id": "1", "contents": "another"}), encoding="utf-8")
     with pytest.raises(ValueError, match="corpus"):
