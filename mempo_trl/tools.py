@@ -16,6 +16,10 @@ from .protocol import ToolCall
 logger = logging.getLogger(__name__)
 
 
+class TimeLimitError(TimeoutError):
+    """The time that a tool may take is over."""
+
+
 class ToolUnavailableError(ConnectionError):
     """For tools to raise if what they ask does not answer, whatever it is asked."""
 
@@ -42,7 +46,7 @@ class ToolResult:
 
 
 class time_limit:
-    """Raise `TimeoutError` in the body once `seconds` have passed.
+    """Raise `TimeLimitError` in the body once `seconds` have passed.
 
     Tools run in the main thread, where they would run in TRL: a worker thread would change what they see (SQLite
     connections, the current CUDA device) and could not be stopped. So the limit is an interval timer of the process,
@@ -77,7 +81,7 @@ class time_limit:
         while frame is not None and frame.f_code is _INTERRUPT:
             frame = frame.f_back
         if frame is None or frame.f_code not in _SWITCHES:
-            raise TimeoutError(f"no result within {self.seconds:g} seconds")
+            raise TimeLimitError(f"no result within {self.seconds:g} seconds")
 
 
 _INTERRUPT = time_limit._interrupt.__code__

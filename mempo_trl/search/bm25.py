@@ -21,6 +21,7 @@ import tantivy
 from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
+from mempo_trl.search.arguments import distinct_queries
 from mempo_trl.search.corpus import (
     SPACELESS,
     Columns,
@@ -32,7 +33,6 @@ from mempo_trl.search.corpus import (
     parse_line,
     read_corpus,
 )
-from mempo_trl.search.indexes import distinct_queries
 
 
 logger = logging.getLogger(__name__)
@@ -536,9 +536,7 @@ def _index(documents: Iterator[Document], folder: Path, metadata: _Metadata) -> 
     # Equal hashes of different ids are as good as impossible: 1 in 80,000 for 21 million documents.
     repeated = len(hashes) - len(numpy.unique(numpy.frombuffer(hashes, dtype=numpy.int64)))
     if repeated:
-        logger.warning(
-            "%d documents have an id that another one before them has; searches return all of them.", repeated
-        )
+        logger.warning("Ids that another document before has: %d. Searches return all documents of an id.", repeated)
     return len(hashes)
 
 

@@ -2,14 +2,16 @@
 
 import json
 import logging
+import os
 import sqlite3
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from mempo_trl.search.corpus import SearchResult
+from mempo_trl.search.arguments import check_counts, distinct_queries
+from mempo_trl.search.corpus import Document, SearchResult
 
 
 logger = logging.getLogger(__name__)
@@ -23,7 +25,7 @@ class IdentifiedBackend(Protocol):
         """Changes whenever the results for a query may change."""
         ...
 
-    def search(self, queries: list[str], k: int) -> list[list[SearchResult]]:
+    def search(self, queries: list[str], k: int) -> Sequence[Sequence[Document]]:
         """Return at most `k` documents for every query, best first."""
         ...
 
@@ -46,7 +48,7 @@ class CachedSearch:
         hits, misses: Queries that were answered from memory or disk, and by the backend.
 
     Raises:
-        ValueError: If `path` is a file that is no cache, or a number is out of its range.
+        ValueError: If `path` is a file that is no cache, `backend` has no identity, or a number is out of its range.
     """
 
     def __init__(
@@ -56,27 +58,38 @@ class CachedSearch:
         max_entries: int = 100_000,
         max_entries_on_disk: int = 10_000_000,
     ):
-        for name, value in (("max_entries", max_entries), ("max_entries_on_disk", max_entries_on_disk)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"`{name}={value!r}` is not allowed: it must be a whole number, at least 1.")
+        check_counts(max_entries=(max_entries, 1), max_entries_on_disk=(max_entries_on_disk, 1))
+        if not isinstance(getattr(backend, "identity", None), str):
+            raise ValueError(
+                "`backend` has no `identity`: give it an attribute that changes whenever its results may change."
+            )
         self.backend = backend
         self.max_entries = max_entries
         self.hits = self.misses = 0
-        self._memory: OrderedDict[tuple[str, int, str], list[SearchResult]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._memory: OrderedDict[tuple[str, int, str], list[Document]] = OrderedDict()
         self._disk = None if path is None else _Disk(Path(path).expanduser(), max_entries_on_disk)
+        self._start()
+
+    def _start(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.Lock()
 
     @property
     def identity(self) -> str:
         """The backend's."""
         return self.backend.identity
 
-    def search(self, queries: Sequence[str], k: int = 3) -> list[list[SearchResult]]:
+    def search(self, queries: Sequence[str], k: int = 3) -> list[list[Document]]:
         """Find the best documents for each query, as the backend does; it is asked for what is not known, at once."""
+        if self._process != os.getpid():  # forked: neither the lock nor the connection is this process's
+            self._start()
+            if self._disk is not None:
+                self._disk = self._disk.opened_again()
+        distinct = distinct_queries(queries, k)
         identity = self.backend.identity
-        found: dict[str, list[SearchResult]] = {}
+        found: dict[str, list[Document]] = {}
         with self._lock:
-            for query in dict.fromkeys(queries):
+            for query in distinct:
                 key = (identity, k, query)
                 results = self._memory.get(key)
                 if results is not None:
@@ -85,7 +98,7 @@ class CachedSearch:
                     self._remember(key, results)
                 if results is not None:
                     found[query] = results
-            unknown = [query for query in dict.fromkeys(queries) if query not in found]
+            unknown = [query for query in distinct if query not in found]
             self.hits += len(queries) - len(unknown)
             self.misses += len(unknown)
         if unknown:
@@ -98,7 +111,7 @@ class CachedSearch:
                     self._disk.put([((identity, k, query), results) for query, results in new.items()])
         return [list(found[query]) for query in queries]
 
-    def _remember(self, key: tuple[str, int, str], results: list[SearchResult]) -> None:
+    def _remember(self, key: tuple[str, int, str], results: list[Document]) -> None:
         self._memory[key] = results
         self._memory.move_to_end(key)
         if len(self._memory) > self.max_entries:
@@ -108,8 +121,9 @@ class CachedSearch:
 class _Disk:
     """The file of a cache. Once it cannot be read or written, it is left alone: a search must not fail for it."""
 
-    def __init__(self, path: Path, max_entries: int):
+    def __init__(self, path: Path, max_entries: int, inherited: Any = None):
         self.path, self.max_entries = path, max_entries
+        self._inherited = inherited  # another process's, which must not be closed here
         self._puts = 0
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -125,24 +139,35 @@ class _Disk:
                 f"{path} cannot be used as a cache of search results ({error}): give another path."
             ) from error
 
-    def get(self, key: tuple[str, int, str]) -> list[SearchResult] | None:
+    def opened_again(self) -> "_Disk | None":
+        """The same file in a process that was forked; `None` if it cannot be used any more."""
+        try:
+            return _Disk(self.path, self.max_entries, inherited=self)
+        except (ValueError, OSError) as error:
+            self._warn(error)
+            return None
+
+    def get(self, key: tuple[str, int, str]) -> list[Document] | None:
         if self._connection is None:
             return None
         try:
             row = self._connection.execute(
                 "SELECT results FROM answers WHERE identity = ? AND k = ? AND query = ?", _storable(key)
             ).fetchone()
-            return None if row is None else [SearchResult(*result) for result in json.loads(row[0])]
+            return None if row is None else [_decode(result) for result in json.loads(row[0])]
         except (sqlite3.Error, ValueError, TypeError) as error:
             self._leave(error)
             return None
 
-    def put(self, entries: list[tuple[tuple[str, int, str], list[SearchResult]]]) -> None:
+    def put(self, entries: list[tuple[tuple[str, int, str], list[Document]]]) -> None:
         if self._connection is None:
             return
-        rows = [
-            (*_storable(key), json.dumps([(r.id, r.contents, r.score) for r in results])) for key, results in entries
-        ]
+        rows = []
+        for key, results in entries:
+            try:
+                rows.append((*_storable(key), json.dumps([_encode(result) for result in results])))
+            except (TypeError, ValueError):  # documents of the backend's own kind: they stay in memory
+                continue
         try:
             with self._connection:
                 self._connection.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", rows)
@@ -156,10 +181,22 @@ class _Disk:
             self._leave(error)
 
     def _leave(self, error: Exception) -> None:
-        logger.warning("The cache %s is used no longer: %s. Searches go on without it.", self.path, error)
+        self._warn(error)
         if self._connection is not None:
             self._connection.close()
         self._connection = None
+
+    def _warn(self, error: Exception) -> None:
+        logger.warning("The cache %s is used no longer: %s. Searches go on without it.", self.path, error)
+
+
+def _encode(document: Document) -> list[Any]:
+    score = [float(document.score)] if isinstance(document, SearchResult) else []
+    return [document.id, document.contents, *score]
+
+
+def _decode(values: list[Any]) -> Document:
+    return SearchResult(*values) if len(values) == 3 else Document(*values)
 
 
 def _storable(key: tuple[str, int, str]) -> tuple[str, int, str]:

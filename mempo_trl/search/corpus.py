@@ -371,6 +371,8 @@ def _find_files(path: Path) -> tuple[list[Path], tuple[str, ...]]:
     files = sorted(_walk(path)) if path.is_dir() else [path]
     found = {kind: [file for file in files if file.name.endswith(kind)] for kind in kinds}
     present = [kind for kind in kinds if found[kind]]
+    if not present and path.is_dir():
+        raise ValueError(f"The folder {path} holds no .jsonl, .jsonl.gz, .parquet, .txt or .md files.")
     if not present:
         raise ValueError(
             f"A corpus is a .jsonl, .jsonl.gz, .parquet, .txt or .md file, a folder of such files, or the name of a "

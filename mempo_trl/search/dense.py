@@ -16,9 +16,9 @@ from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from mempo_trl.search import documents as stored
+from mempo_trl.search.arguments import distinct_queries
 from mempo_trl.search.corpus import Document, SearchResult, parse_document, read_corpus
 from mempo_trl.search.folders import check_target, move_into_place, read_metadata, write_json
-from mempo_trl.search.indexes import distinct_queries
 
 
 try:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from mempo_trl.search.arguments import check_counts, distinct_queries
 from mempo_trl.search.corpus import SearchResult
 from mempo_trl.search.transport import Transport
 
@@ -26,6 +27,9 @@ class HttpSearch:
         connection: How to retry and when to give up, see [`Transport`]: `patience`, `backoff`, `failures_to_open`,
             `cooldown`.
 
+    Attributes:
+        identity: What its results depend on, for a cache: the URL.
+
     Raises:
         ValueError: If `url` is none, or a number is out of its range.
     """
@@ -40,22 +44,27 @@ class HttpSearch:
         token: str | None = None,
         **connection: Any,
     ):
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            fits = (
+                parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not set(url) & set(" \n")
+            )
+        except ValueError:  # a port that is none, half an IPv6 address
+            fits = False
+        if not fits:
             raise ValueError(f"`url={url!r}` is no URL of a server: give one like http://localhost:8000/retrieve.")
-        for name, value in (("max_batch", max_batch), ("max_query_length", max_query_length)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"`{name}={value!r}` is not allowed: it must be a whole number, at least 1.")
-        self.url = url if parts.path.strip("/") else parts._replace(path="/retrieve").geturl()
+        if token is not None and not (token.isascii() and token.isprintable() and token.strip()):
+            raise ValueError("`token` is not allowed: it must be printable ASCII, and not be empty.")
+        check_counts(max_batch=(max_batch, 1), max_query_length=(max_query_length, 1))
+        if not parts.path.strip("/"):
+            parts = parts._replace(path="/retrieve")
+        self.url = parts.geturl()
+        # Without the password that a URL may have.
+        self.identity = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
         self.timeout = timeout
         self.max_batch, self.max_query_length = max_batch, max_query_length
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        self._transport = Transport(f"The search server {self.url}", timeout, retries, **connection)
-
-    @property
-    def identity(self) -> str:
-        """What its results depend on, for a cache: the URL."""
-        return self.url
+        self._transport = Transport(f"The search server {self.identity}", timeout, retries, **connection)
 
     def search(self, queries: Sequence[str], k: int = 3) -> list[list[SearchResult]]:
         """Find the best documents for each query. Equal queries are sent once.
@@ -68,13 +77,15 @@ class HttpSearch:
             For each query at most `k` documents, best first. Where the server gives no scores, they are 0, −1, −2, ….
 
         Raises:
+            TypeError, ValueError: If `queries` is not a list of strings, or `k` not a whole number of at least 1.
             SearchUnavailableError: If the server cannot be reached, or answers with anything but results for these
                 queries.
             SearchRefusedError: If a server that has answered before does not want these queries.
         """
+        distinct_queries(queries, k)
         # A lone surrogate, which JSON can spell, is no text for most servers.
         sent = [query[: self.max_query_length].encode("utf-8", "replace").decode("utf-8") for query in queries]
-        distinct = list(dict.fromkeys(sent))
+        distinct = list(dict.fromkeys(sent))  # what is cut may be equal
         found: dict[str, list[SearchResult]] = {}
         for first in range(0, len(distinct), self.max_batch):
             batch = distinct[first : first + self.max_batch]

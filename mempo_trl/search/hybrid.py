@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from mempo_trl.search.arguments import distinct_queries
 from mempo_trl.search.corpus import Document, SearchResult
 from mempo_trl.search.folders import check_target, move_into_place, read_metadata, write_json
-from mempo_trl.search.indexes import distinct_queries, open_index
+from mempo_trl.search.indexes import open_index
 from mempo_trl.search.tool import SearchBackend
 
 

@@ -1,6 +1,5 @@
-"""Opening whatever index a folder holds, and what the indexes share."""
+"""Opening whatever index a folder holds."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from mempo_trl.search.tool import SearchBackend
@@ -35,27 +34,3 @@ def open_index(path: str | Path, device: str | None = None) -> SearchBackend:
     raise FileNotFoundError(
         f"There is no index at {path}; make one with BM25Index.build, DenseIndex.build or HybridSearch.build."
     )
-
-
-def distinct_queries(queries: Sequence[str], k: int) -> list[str]:
-    """Check what a search is asked for.
-
-    Args:
-        queries: The texts to search for.
-        k: The number of documents per query.
-
-    Returns:
-        The queries in their order, each once.
-
-    Raises:
-        TypeError: If `queries` is not a list of strings.
-        ValueError: If `k` is not a whole number of at least 1.
-    """
-    if not isinstance(k, int) or k < 1:
-        raise ValueError(f"k must be a whole number of at least 1, got {k!r}.")
-    if isinstance(queries, str):
-        raise TypeError(f"queries must be a list of strings, got the single string {queries!r}.")
-    for query in queries:
-        if not isinstance(query, str):
-            raise TypeError(f"Every query must be a string, got {query!r}.")
-    return list(dict.fromkeys(queries))

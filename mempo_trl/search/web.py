@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
+from mempo_trl.search.arguments import check_counts, distinct_queries
 from mempo_trl.search.corpus import SearchResult
-from mempo_trl.search.transport import SearchRefusedError, Transport
+from mempo_trl.search.transport import Transport
 
 
 class WebAPI(Protocol):
@@ -80,8 +81,7 @@ class WebSearch:
 
     def __init__(self, api: WebAPI | None = None, max_concurrency: int = 8, **connection: Any):
         self.api: WebAPI = api or SerperAPI()
-        if not isinstance(max_concurrency, int) or max_concurrency < 1:
-            raise ValueError(f"`max_concurrency={max_concurrency!r}` is not allowed: it must be at least 1.")
+        check_counts(max_concurrency=(max_concurrency, 1))
         self.max_concurrency = max_concurrency
         self._transport = Transport(f"Search with {self.api.name}", **connection)
 
@@ -98,19 +98,20 @@ class WebSearch:
             k: Pages for each query.
 
         Returns:
-            For each query at most `k` pages, best first; none for a query that the service refuses.
+            For each query at most `k` pages, best first.
 
         Raises:
-            SearchUnavailableError: If the service cannot be reached for one of the queries.
+            TypeError, ValueError: If `queries` is not a list of strings, or `k` not a whole number of at least 1.
+            SearchUnavailableError: If the service cannot be reached for one of the queries, or refuses all of them.
+            SearchRefusedError: If the service answers others, but refuses one of these.
         """
-        distinct = [query for query in dict.fromkeys(queries) if query.strip()]
-        with ThreadPoolExecutor(max(1, min(self.max_concurrency, len(distinct)))) as pool:
+        distinct = [query for query in distinct_queries(queries, k) if query.strip()]
+        pool = ThreadPoolExecutor(max(1, min(self.max_concurrency, len(distinct))))
+        try:
             found = dict(zip(distinct, pool.map(lambda query: self._search(query, k), distinct), strict=True))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # whoever interrupts a search does not wait for the others
         return [list(found.get(query, [])) for query in queries]
 
     def _search(self, query: str, k: int) -> list[SearchResult]:
-        try:
-            results = self._transport.call(url=self.api.url, read=self.api.read, **self.api.request(query, k))
-        except SearchRefusedError:
-            return []
-        return results[:k]
+        return self._transport.call(url=self.api.url, read=self.api.read, **self.api.request(query, k))[:k]

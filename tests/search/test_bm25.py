@@ -301,9 +301,7 @@ class TestBuild:
     def test_repeated_ids(self, tmp_path, caplog):
         corpus = [{"id": 1, "contents": "a"}, {"id": 2, "contents": "a"}, {"id": "1", "contents": "a b"}]
         index = BM25Index.build(corpus, tmp_path / "index")
-        assert caplog.messages == [
-            "1 documents have an id that another one before them has; searches return all of them."
-        ]
+        assert caplog.messages == ["Ids that another document before has: 1. Searches return all documents of an id."]
         assert ids(index, "a b") == ["1", "1", "2"]
 
     def test_leftovers_of_a_killed_build_are_removed(self, tmp_path):

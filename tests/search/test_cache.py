@@ -1,10 +1,12 @@
 """What a cache remembers, and that a search never fails for it."""
 
+import os
 import sqlite3
 
+import numpy
 import pytest
 
-from mempo_trl.search import CachedSearch, SearchResult
+from mempo_trl.search import CachedSearch, Document, SearchResult
 
 
 class Backend:
@@ -93,3 +95,51 @@ def test_a_file_that_breaks_is_left_alone(tmp_path, caplog):
 def test_numbers_are_checked(name):
     with pytest.raises(ValueError, match=f"`{name}=0` is not allowed"):
         CachedSearch(Backend(), **{name: 0})
+
+
+def test_any_documents(tmp_path):
+    class Odd(Backend):
+        def search(self, queries, k):
+            self.asked.append((list(queries), k))
+            return [
+                [
+                    Document("1", "bare"),
+                    SearchResult("2", "scored", numpy.float32(0.5)),
+                    SearchResult(object(), "odd", 1),
+                ]
+                if query == "odd"
+                else [Document("1", "bare"), SearchResult("2", "scored", numpy.float32(0.5))]
+                for query in queries
+            ]
+
+    cached = CachedSearch(Odd(), tmp_path / "cache")
+    assert len(cached.search(["plain", "odd"], 3)[1]) == 3
+    again = CachedSearch(Odd(), tmp_path / "cache")
+    assert again.search(["plain"], 3) == [[Document("1", "bare"), SearchResult("2", "scored", 0.5)]]
+    again.search(["odd"], 3)
+    assert again.backend.asked == [(["odd"], 3)]  # what cannot be written is asked for again
+
+
+def test_forked_processes_share_the_file(tmp_path):
+    cached = CachedSearch(Backend(), tmp_path / "cache", max_entries=1)
+    cached.search(["a", "b"], 1)
+    children = []
+    for name in "wxyz":
+        child = os.fork()
+        if not child:
+            done = all(
+                cached.search([f"{name}{n}", "a"], 1) == Backend().search([f"{name}{n}", "a"], 1) for n in range(50)
+            )
+            os._exit(0 if done and cached.backend.asked[1:] == [([f"{name}{n}"], 1) for n in range(50)] else 1)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+    names = [f"{name}{n}" for name in "wxyz" for n in range(50)]
+    assert cached.search([*names, "b"], 1) == Backend().search([*names, "b"], 1)
+    assert len(cached.backend.asked) == 1
+
+
+def test_arguments():
+    with pytest.raises(ValueError, match="`backend` has no `identity`"):
+        CachedSearch(object())
+    with pytest.raises(TypeError, match="queries must be a list"):
+        CachedSearch(Backend()).search("abc", 1)

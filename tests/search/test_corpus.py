@@ -152,7 +152,7 @@ class TestReadCorpus:
             read_corpus(tmp_path)
 
     def test_empty_folder(self, tmp_path):
-        with pytest.raises(ValueError, match="A corpus is a"):
+        with pytest.raises(ValueError, match=r"holds no \.jsonl"):
             read_corpus(tmp_path)
 
     @pytest.mark.parametrize("source", ["corpus", "./corpus", "../corpus", "./owner/name", "/nowhere/name", "a/b/c"])

@@ -1,11 +1,13 @@
 """The client against a real server on loopback."""
 
+import os
 import time
 
 import pytest
 from stand_in import freeze, half, trickle
 
 from mempo_trl.search import HttpSearch, SearchRefusedError, SearchUnavailableError, make_search_tool
+from mempo_trl.tools import TimeLimitError, time_limit
 
 
 def found(*contents):
@@ -123,6 +125,64 @@ def test_a_query_that_a_working_server_refuses(service):
             asked.search(["q" * 20], 1)
 
 
+def test_a_server_that_refuses_everything_does_not_work(service):
+    service.answers = [RESULT, (400, {"detail": "not enough credits"})]
+    asked = client(service)
+    asked.search(["q"], 1)
+    for _ in range(20):
+        with pytest.raises(SearchRefusedError):
+            asked.search(["q"], 1)
+    with pytest.raises(SearchUnavailableError, match="not enough credits"):
+        asked.search(["q"], 1)
+    service.answers = [RESULT]
+    assert asked.search(["q"], 1)
+
+
+def test_a_limit_around_a_search_ends_it(service):
+    service.answers = [freeze]
+    started = time.monotonic()
+    with pytest.raises(TimeLimitError), time_limit(0.3):
+        client(service, timeout=30, retries=5).search(["q"], 1)
+    assert time.monotonic() - started < 1.5
+    assert len(service.requests) == 1
+
+
+def test_forked_processes_have_connections_of_their_own(service):
+    service.answers = [(200, lambda request: {"result": [found(query) for query in request["queries"]]})]
+    asked = client(service, timeout=20)
+    asked.search(["warm"], 1)
+
+    def right(name):
+        return all(asked.search([f"{name} {n}"], 1)[0][0].contents == f"{name} {n}" for n in range(20))
+
+    children = []
+    for name in "abcd":
+        child = os.fork()
+        if not child:
+            os._exit(0 if right(name) else 1)
+        children.append(child)
+    assert right("parent")
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+    assert service.connections == 5
+
+
+def test_passwords_are_not_told(service):
+    service.answers = [(500, "broken")]
+    asked = HttpSearch(service.url.replace("//", "//me:secret@"), retries=0)
+    assert asked.identity == service.url
+    with pytest.raises(SearchUnavailableError) as caught:
+        asked.search(["q"], 1)
+    assert "secret" not in str(caught.value)
+    assert service.headers[0]["Authorization"].startswith("Basic ")
+
+
+@pytest.mark.parametrize(("queries", "k"), [("abc", 1), (["a"], 0), (["a"], "3"), ([5], 1)])
+def test_searches_that_are_none(service, queries, k):
+    with pytest.raises((TypeError, ValueError), match=r"queries must be|Every query must|k must be"):
+        client(service).search(queries, k)
+    assert service.requests == []
+
+
 def test_the_circuit_opens_and_closes(service):
     service.answers = [(500, "broken")]
     asked = client(service, retries=1, failures_to_open=2, cooldown=0.3)
@@ -164,6 +224,14 @@ def test_a_server_that_is_down():
     [
         ("localhost:8000", {}, "`url='localhost:8000'` is no URL"),
         ("http:///x", {}, "is no URL"),
+        ("http://a:99999", {}, "is no URL"),
+        ("http://a b/", {}, "is no URL"),
+        ("http://[::1", {}, "is no URL"),
+        ("http://a", {"token": "a\nb"}, "`token` is not allowed"),
+        ("http://a", {"token": "日本"}, "`token` is not allowed"),
+        ("http://a", {"retries": 1.5}, r"`retries=1.5`"),
+        ("http://a", {"connections": 0}, "`connections=0`"),
+        ("http://a", {"max_answer": 0}, "`max_answer=0`"),
         ("http://a", {"timeout": 0}, "`timeout=0` is not allowed"),
         ("http://a", {"retries": -1}, "`retries=-1`"),
         ("http://a", {"max_batch": 0}, "`max_batch=0`"),

@@ -1,8 +1,19 @@
 """Web search against a local stand-in for the service."""
 
-import pytest
+import time
 
-from mempo_trl.search import SearchUnavailableError, SerperAPI, WebSearch
+import pytest
+from stand_in import freeze
+
+from mempo_trl.search import (
+    CachedSearch,
+    SearchRefusedError,
+    SearchUnavailableError,
+    SerperAPI,
+    WebSearch,
+    make_search_tool,
+)
+from mempo_trl.tools import TimeLimitError, ToolRunner, time_limit
 
 
 def pages(request):
@@ -37,7 +48,8 @@ def test_trouble(service, web):
     service.answers = [(429, "slow down"), (200, pages)]
     assert len(web.search(["a"], 3)[0]) == 3
     service.answers = [(400, {"message": "Query too long"})]
-    assert web.search(["a"], 3) == [[]]
+    with pytest.raises(SearchRefusedError, match="Query too long"):
+        web.search(["a"], 3)
     service.answers = [(200, {"credits": 0})]
     with pytest.raises(SearchUnavailableError, match=r"Search with serper.dev does not work: .*'organic'"):
         web.search(["a"], 3)
@@ -51,3 +63,28 @@ def test_a_key_that_is_wrong_or_missing(service, web, monkeypatch):
     monkeypatch.delenv("SERPER_API_KEY")
     with pytest.raises(ValueError, match="SERPER_API_KEY"):
         WebSearch()
+
+
+def test_an_account_without_credits_is_no_lack_of_pages(service, web, tmp_path):
+    """It answers like a bad query, but whatever is asked."""
+    service.answers = [(200, pages), (400, {"message": "Not enough credits"})]
+    runner = ToolRunner()
+    web = WebSearch(web.api, cooldown=0.0)
+    tools = {"search": make_search_tool(CachedSearch(web, tmp_path / "cache"), k=1)}
+    requests = [(tools, {"name": "search", "arguments": {"query": query}}) for query in "abcdefgh"]
+    assert not runner.run(requests[:1])[0].failed
+    for _ in range(4):
+        results = runner.run(requests[1:])
+        assert all(result.failed and "No documents" not in result.text for result in results)
+    assert runner.unavailable["search"][0] >= 2
+    service.answers = [(200, pages)]
+    assert "Doc 1" in runner.run(requests[1:2])[0].text
+    assert runner.unavailable == {}
+
+
+def test_a_limit_around_a_search_ends_it(service, web):
+    service.answers = [freeze]
+    started = time.monotonic()
+    with pytest.raises(TimeLimitError), time_limit(0.3):
+        WebSearch(web.api, timeout=30).search(["a", "b"], 1)
+    assert time.monotonic() - started < 1.5
