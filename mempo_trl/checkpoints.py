@@ -310,7 +310,8 @@ class ResumableTrainer(GRPOTrainer):
             parameter.grad = None
 
     def _last_checkpoint_before(self, step: int) -> str:
-        checkpoints = sort_checkpoints(self._get_output_dir(None)) if os.path.isdir(self._get_output_dir(None)) else []
+        run_dir = self._get_output_dir(None)
+        checkpoints = sort_checkpoints(run_dir) if os.path.isdir(run_dir) else []
         for checkpoint in reversed(checkpoints):
             if int(checkpoint.rpartition("-")[2]) < step:  # later ones are another run's
                 return f"The last checkpoint, {checkpoint}, is from before."

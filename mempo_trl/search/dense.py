@@ -7,7 +7,7 @@ import re
 import shutil
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from mempo_trl.search import documents as stored
-from mempo_trl.search.arguments import distinct_queries
-from mempo_trl.search.corpus import Document, SearchResult, parse_document, read_corpus
+from mempo_trl.search.arguments import check_counts, distinct_queries
+from mempo_trl.search.corpus import Corpus, SearchResult, documents_of
 from mempo_trl.search.folders import check_target, move_into_place, read_metadata, write_json
 
 
@@ -84,7 +84,7 @@ class DenseIndex:
     @classmethod
     def build(
         cls,
-        corpus: str | Path | Iterable[Document | Mapping[str, Any]],
+        corpus: Corpus,
         path: str | Path,
         model: str | Path,
         overwrite: bool = False,
@@ -153,7 +153,7 @@ class DenseIndex:
         path = Path(path).expanduser().resolve()
         check_target(path, METADATA, _KIND, overwrite)
         _check_options(batch_size, shard_size, model_dtype, embedding_dtype)
-        documents = _documents(corpus)
+        documents = documents_of(corpus)
         encoder = Encoder(
             model,
             query_prefix=query_prefix,
@@ -557,21 +557,13 @@ class Vectors:
 
 
 def _check_options(batch_size: int, shard_size: int, model_dtype: str, embedding_dtype: str) -> None:
-    for name, size in (("batch_size", batch_size), ("shard_size", shard_size)):
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, got {size!r}.")
+    check_counts(batch_size=(batch_size, 1), shard_size=(shard_size, 1))
     for name, dtype, choices in (
         ("model_dtype", model_dtype, _MODEL_DTYPES),
         ("embedding_dtype", embedding_dtype, _EMBEDDING_DTYPES),
     ):
         if dtype not in choices:
             raise ValueError(f"{name} must be one of {', '.join(choices)}; got {dtype!r}.")
-
-
-def _documents(corpus: str | Path | Iterable[Document | Mapping[str, Any]]) -> Iterator[Document]:
-    if isinstance(corpus, str | Path):
-        return read_corpus(corpus)
-    return (parse_document(record, f"Document {number} of the corpus") for number, record in enumerate(corpus, start=1))
 
 
 def _prepare_shards(folder: Path, manifest: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ from mempo_trl.search.corpus import Document
 
 _LINES = "documents.jsonl"
 _OFFSETS = "documents.offsets"
-FILES = (_LINES, _OFFSETS)
 
 
 def write_documents(documents: Iterable[Document], folder: Path) -> tuple[int, str]:

@@ -2,14 +2,14 @@
 
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mempo_trl.search.arguments import distinct_queries
-from mempo_trl.search.corpus import Document, SearchResult
+from mempo_trl.search.arguments import check_counts, distinct_queries
+from mempo_trl.search.corpus import Corpus, Document, SearchResult
 from mempo_trl.search.folders import check_target, move_into_place, read_metadata, write_json
 from mempo_trl.search.indexes import open_index
+from mempo_trl.search.threads import map_in_threads
 from mempo_trl.search.tool import SearchBackend
 
 
@@ -49,7 +49,7 @@ class HybridSearch:
     @classmethod
     def build(
         cls,
-        corpus: str | Path | Iterable[Document | Mapping[str, Any]],
+        corpus: Corpus,
         path: str | Path,
         model: str | Path,
         overwrite: bool = False,
@@ -152,8 +152,7 @@ class HybridSearch:
         if not distinct:
             return []
         depth = max(k, self.depth)
-        with ThreadPoolExecutor(len(self.backends)) as pool:
-            of_backends = list(pool.map(lambda backend: backend.search(distinct, depth), self.backends))
+        of_backends = map_in_threads(lambda backend: backend.search(distinct, depth), self.backends, len(self.backends))
         for backend, found in zip(self.backends, of_backends, strict=True):
             if len(found) != len(distinct):
                 raise ValueError(
@@ -191,5 +190,4 @@ def reciprocal_rank_fusion(rankings: Iterable[Sequence[Document]], rank_constant
 def _check_options(rank_constant: float, depth: int) -> None:
     if not rank_constant >= 0:
         raise ValueError(f"rank_constant must be a number of at least 0, got {rank_constant!r}.")
-    if not isinstance(depth, int) or depth < 1:
-        raise ValueError(f"depth must be a whole number of at least 1, got {depth!r}.")
+    check_counts(depth=(depth, 1))

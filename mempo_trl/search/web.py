@@ -2,11 +2,11 @@
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from mempo_trl.search.arguments import check_counts, distinct_queries
 from mempo_trl.search.corpus import SearchResult
+from mempo_trl.search.threads import map_in_threads
 from mempo_trl.search.transport import Transport
 
 
@@ -106,11 +106,8 @@ class WebSearch:
             SearchRefusedError: If the service answers others, but refuses one of these.
         """
         distinct = [query for query in distinct_queries(queries, k) if query.strip()]
-        pool = ThreadPoolExecutor(max(1, min(self.max_concurrency, len(distinct))))
-        try:
-            found = dict(zip(distinct, pool.map(lambda query: self._search(query, k), distinct), strict=True))
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # whoever interrupts a search does not wait for the others
+        results = map_in_threads(lambda query: self._search(query, k), distinct, self.max_concurrency)
+        found = dict(zip(distinct, results, strict=True))
         return [list(found.get(query, [])) for query in queries]
 
     def _search(self, query: str, k: int) -> list[SearchResult]:

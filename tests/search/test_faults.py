@@ -5,9 +5,9 @@ import signal
 
 import pytest
 from datasets import Dataset
+from served import Server
 from stand_in import half, trickle
 from support import Script, byte_tokenizer, call, one_step, tiny_llama
-from test_server import Server
 from transformers import TrainerCallback
 
 from mempo_trl import MemPOConfig, MemPOTrainer

@@ -2,10 +2,14 @@ import json
 import threading
 
 import pytest
-from test_dense import DOCUMENTS, MODEL, PARAPHRASES
+from passages import DOCUMENTS, PARAPHRASES
+from support import encoder
 
 from mempo_trl.search import BM25Index, CachedSearch, DenseIndex, Document, HybridSearch, SearchResult, open_index
 from mempo_trl.search.hybrid import reciprocal_rank_fusion
+
+
+MODEL = encoder()
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +108,7 @@ class TestSearch:
             (([],), "backends must name at least one"),
             (([Ranking({})], -1), "rank_constant must be a number of at least 0, got -1"),
             (([Ranking({})], float("nan")), "rank_constant must be a number"),
-            (([Ranking({})], 60, 0), "depth must be a whole number of at least 1, got 0"),
+            (([Ranking({})], 60, 0), "`depth=0` is not allowed"),
         ],
     )
     def test_wrong_arguments(self, arguments, reason):

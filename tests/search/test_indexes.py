@@ -2,9 +2,13 @@ import subprocess
 import sys
 
 import pytest
-from test_dense import DOCUMENTS, MODEL
+from passages import DOCUMENTS
+from support import encoder
 
 from mempo_trl.search import BM25Index, DenseIndex, HybridSearch, open_index
+
+
+MODEL = encoder()
 
 
 @pytest.mark.parametrize(("kind", "arguments"), [(BM25Index, ()), (DenseIndex, (MODEL,)), (HybridSearch, (MODEL,))])
