@@ -104,17 +104,62 @@ def objective_scores(prediction: str | None, answers: Answers, metric: Metric = 
     """
     if metric not in _METRICS:
         raise ValueError(f"metric must be one of {sorted(_METRICS)}, got {metric!r}.")
+    return compare_objectives(prediction, answers, _comparable, _METRICS[metric])
+
+
+def compare_objectives(
+    prediction: str | None,
+    answers: Answers,
+    normalize: Callable[[str], str],
+    compare: Callable[[str, str], float],
+    *,
+    separator: re.Pattern[str] = _SEPARATOR,
+    split_one_objective: bool = False,
+) -> list[float]:
+    """Pair every objective with its piece of the prediction: what all scorers of answers share.
+
+    Args:
+        prediction: The predicted answer, or `None` if there is none.
+        answers: Accepted answers of one objective (`list[str]`), or such a list per objective (`list[list[str]]`).
+        normalize: Brings a piece or an accepted answer to the form in which they are compared.
+        compare: The score of a normalised piece against a normalised accepted answer.
+        separator: What stands between the pieces of a prediction.
+        split_one_objective: Whether a prediction is split even if there is only one objective.
+
+    Returns:
+        One score per objective, the maximum over its accepted answers; 0.0 everywhere if the number of pieces is not
+        the number of objectives.
+
+    Raises:
+        TypeError: If `answers` is neither of the two shapes.
+        ValueError: If there is no objective, or an objective has no accepted answer.
+    """
     objectives = _objectives(answers)
     if prediction is None:
         return [0.0] * len(objectives)
-    pieces = [prediction] if len(objectives) == 1 else _SEPARATOR.split(prediction)
+    whole = len(objectives) == 1 and not split_one_objective
+    pieces = [prediction] if whole else separator.split(prediction)
     if len(pieces) != len(objectives):
         return [0.0] * len(objectives)
-    compare = _METRICS[metric]
     return [
-        max(compare(_comparable(piece), _comparable(answer)) for answer in accepted)
+        max(compare(normalize(piece), normalize(answer)) for answer in accepted)
         for piece, accepted in zip(pieces, objectives, strict=True)
     ]
+
+
+def token_f1(predicted: Iterable[str], expected: Iterable[str]) -> float:
+    """The harmonic mean of precision and recall of tokens.
+
+    Args:
+        predicted: The tokens of the prediction. One that occurs twice counts twice; give sets to count it once.
+        expected: The tokens of the accepted answer.
+
+    Returns:
+        A number in [0, 1]; 0.0 if no token is common.
+    """
+    predicted_counts, expected_counts = Counter(predicted), Counter(expected)
+    common = (predicted_counts & expected_counts).total()
+    return 2 * common / (predicted_counts.total() + expected_counts.total()) if common else 0.0
 
 
 def exact_match_reward(
@@ -187,9 +232,7 @@ def _exact_match(prediction: str, answer: str) -> float:
 def _f1(prediction: str, answer: str) -> float:
     if prediction != answer and not _CLOSED_ANSWERS.isdisjoint((prediction, answer)):
         return 0.0
-    predicted, expected = _TOKEN.findall(prediction), _TOKEN.findall(answer)
-    common = (Counter(predicted) & Counter(expected)).total()
-    return 2 * common / (len(predicted) + len(expected)) if common else 0.0
+    return token_f1(_TOKEN.findall(prediction), _TOKEN.findall(answer))
 
 
 _METRICS: dict[str, Callable[[str, str], float]] = {"exact_match": _exact_match, "f1": _f1}
