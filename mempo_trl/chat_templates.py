@@ -4,7 +4,7 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 from trl.chat_template_utils import supports_tool_calling
 
-from .protocol import encode_piece
+from .protocol import TAG, encode_piece
 
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,53 @@ _PLACEHOLDER = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 _CHARACTERS_PER_TOKEN = 50
 
 Message = dict[str, Any]
+Tool = Callable | dict[str, Any]
+
+
+def describe_tools(messages: list[Message], tools: Sequence[Tool]) -> list[Message]:
+    """The conversation with the tools described in its system message, for whoever shows no tools otherwise."""
+    schemas = "\n".join(
+        json.dumps(tool if isinstance(tool, dict) else get_json_schema(tool), ensure_ascii=False) for tool in tools
+    )
+    description = (
+        f"You may call these tools:\n<tools>\n{schemas}\n</tools>\n"
+        'To call one, write <tool_call>{"name": …, "arguments": {…}}</tool_call>.'
+    )
+    if messages[0]["role"] == "system":
+        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{description}"}, *messages[1:]]
+    return [{"role": "system", "content": description}, *messages]
+
+
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    renderer: "ObservationRenderer",
+    prompt: list[Message],
+    tools: Sequence[Tool],
+    chat_template_kwargs: dict[str, Any],
+) -> list[int]:
+    """What the first turn of a rollout sees: the conversation, the tools, the generation prompt."""
+    apply = cast(Callable[..., Any], tokenizer.apply_chat_template)
+    return list(
+        apply(
+            renderer.prompt(prompt, tools),
+            tools=list(tools) or None,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            **chat_template_kwargs,
+        )
+    )
+
+
+def equal_share(lengths: list[int], budget: int) -> int:
+    """The largest length to which all may be cut such that together they do not exceed the budget."""
+    limit, left = 0, budget
+    for position, length in enumerate(sorted(lengths)):
+        limit = left // (len(lengths) - position)
+        if length > limit:
+            break
+        left -= length
+    return limit
 
 
 class ObservationRenderer:
@@ -56,12 +103,12 @@ class ObservationRenderer:
         eos_token_ids: list[int],
         max_length: int,
         chat_template_kwargs: dict[str, Any] | None = None,
-        tools: list[Callable] | None = None,
+        tools: Sequence[Tool] | None = None,
     ):
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
         self.max_length = max_length
-        template = tokenizer.get_chat_template(tools=cast(Any, tools) or None)
+        template = tokenizer.get_chat_template(tools=cast(Any, list(tools or [])) or None)
         kwargs: Any = {**(chat_template_kwargs or {}), "chat_template": template}
         self._apply = functools.partial(cast(Callable[..., Any], tokenizer.apply_chat_template), **kwargs)
         # Templates that do not know tools (SmolLM2, Gemma 2, …) get the tools described in the prompt and the results
@@ -74,10 +121,12 @@ class ObservationRenderer:
         # Tokens of the chat format: spelled out in an observation, they must not become that token. Runs of blanks,
         # which some vocabularies add, are harmless.
         self._forbidden = sorted((t for t in tokenizer.get_added_vocab() if t.strip()), key=len, reverse=True)
-        self._forbidden_pattern = re.compile("|".join(map(re.escape, self._forbidden)) or "(?!)")
+        self._forbidden_pattern = _any_of(self._forbidden)
+        special = set(tokenizer.all_special_tokens)
+        self._special_pattern = _any_of([t for t in self._forbidden if t in special and not TAG.search(t)])
         self._check_template()
 
-    def prompt(self, messages: list[Message], tools: list[Callable] | None) -> list[Message]:
+    def prompt(self, messages: list[Message], tools: Sequence[Tool] | None) -> list[Message]:
         """The prompt in a form that the template takes.
 
         A template that does not render tools gets them described in the system message; one that refuses a system
@@ -85,18 +134,10 @@ class ObservationRenderer:
 
         Args:
             messages: the prompt. It is not changed.
-            tools: functions with type hints and Google-style docstrings.
+            tools: functions with type hints and Google-style docstrings, or JSON schemas.
         """
         if tools and not self.supports_tools:
-            schemas = "\n".join(json.dumps(get_json_schema(tool), ensure_ascii=False) for tool in tools)
-            description = (
-                f"You may call these tools:\n<tools>\n{schemas}\n</tools>\n"
-                'To call one, write <tool_call>{"name": …, "arguments": {…}}</tool_call>.'
-            )
-            if messages[0]["role"] == "system":
-                messages = [{**messages[0], "content": f"{messages[0]['content']}\n\n{description}"}, *messages[1:]]
-            else:
-                messages = [{"role": "system", "content": description}, *messages]
+            messages = describe_tools(messages, tools)
         if not self.supports_system and len(messages) > 1 and messages[0]["role"] == "system":
             first = {**messages[1], "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}
             messages = [first, *messages[2:]]
@@ -115,6 +156,27 @@ class ObservationRenderer:
             ]
         # One message, since many templates insist on alternating roles.
         return [{"role": "user", "content": "\n\n".join(texts)}]
+
+    def turn_ids(self, text: str) -> list[int]:
+        """A turn as a policy would sample it: the ids of its text, and of the end-of-turn token that the template has.
+
+        Special tokens that the text spells out do not become that token, unless they are tags of the protocol.
+
+        Args:
+            text: what the turn says.
+        """
+        hidden: list[str] = []
+        text = text.replace(_OPEN, "").replace(_CLOSE, "")
+        ids = self._encode(self._hide(text, hidden, self._special_pattern), hidden)
+        return [*ids, self._end_of_turn_id]
+
+    @functools.cached_property
+    def _end_of_turn_id(self) -> int:
+        """The end-of-turn token that the template closes a turn with; the tokenizer's, if it closes none."""
+        tail = self.suffix_ids(self.messages([("search", "observation")]), [])
+        if tail[:1] and tail[0] in self.eos_token_ids:
+            return tail[0]
+        return cast(int, self.tokenizer.eos_token_id)
 
     def suffix_ids(self, messages: list[Message], turn_ids: list[int]) -> list[int]:
         """The ids that follow a sampled turn: its closing tokens if it lacks them, the messages, the next prompt.
@@ -163,14 +225,14 @@ class ObservationRenderer:
             return False
         return True
 
-    def _hide(self, text: str, hidden: list[str]) -> str:
+    def _hide(self, text: str, hidden: list[str], pattern: re.Pattern | None = None) -> str:
         """Put placeholders where the text spells a token of the chat format, and add these spellings to `hidden`."""
 
         def hide(match: re.Match) -> str:
             hidden.append(match.group())
             return f"{_OPEN}{len(hidden) - 1}{_CLOSE}"
 
-        return self._forbidden_pattern.sub(hide, text)
+        return (pattern or self._forbidden_pattern).sub(hide, text)
 
     def _encode(self, text: str, hidden: list[str]) -> list[int]:
         """Encode a text with placeholders for what is hidden."""
@@ -200,13 +262,7 @@ class ObservationRenderer:
         lengths = [self._length(text) if len(text) <= most else self.max_length + 1 for text in texts]
         if sum(lengths) <= self.max_length:
             return texts
-        # Every text may be as long as the largest equal share that does not exceed the budget.
-        limit, left = 0, self.max_length
-        for position, length in enumerate(sorted(lengths)):
-            limit = left // (len(lengths) - position)
-            if length > limit:
-                break
-            left -= length
+        limit = equal_share(lengths, self.max_length)
         return [
             self._cut_one(text[:most], limit) if length > limit else text
             for text, length in zip(texts, lengths, strict=True)
@@ -252,3 +308,8 @@ class ObservationRenderer:
                 "trims). Rollouts keep every sampled token; whoever runs the model later must build contexts the same "
                 "way, by appending, not by rendering the conversation again."
             )
+
+
+def _any_of(texts: list[str]) -> re.Pattern:
+    """Matches the first of these texts that fits, or nothing if there are none."""
+    return re.compile("|".join(map(re.escape, texts)) or "(?!)")

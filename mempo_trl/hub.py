@@ -26,8 +26,10 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
 from transformers.utils.hub import PushInProgress
 
+from .agent_settings import FILE_NAME as SETTINGS_FILE
+from .agent_settings import AgentSettings
 from .checkpoints import ResumableTrainer
-from .model_card import AgentSettings, extend_card
+from .model_card import extend_card
 
 
 logger = logging.getLogger(__name__)
@@ -47,7 +49,15 @@ TEMPORARY = ["*.tmp", "*.temp", "*.part", "*.partial", "*.incomplete", "*.lock",
 _STAGE = "_hub-"
 _SMALL = 10 * 2**20  # bytes
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json"]
-_MODEL_FILES = [*_WEIGHTS, "config.json", "generation_config.json", "adapter_*", "training_args.bin", "*.py"]
+_MODEL_FILES = [
+    *_WEIGHTS,
+    "config.json",
+    SETTINGS_FILE,
+    "generation_config.json",
+    "adapter_*",
+    "training_args.bin",
+    "*.py",
+]
 _NOT_IN_MODEL = ["zero_to_fp32.py"]
 # Of all requests of an upload, these are the ones that `huggingface_hub` makes once. It repeats every other itself, six
 # times within half a minute, and the last of these too where it uploads through `hf_xet`.
@@ -328,16 +338,17 @@ class HubTrainer(ResumableTrainer):
         if self.hub_model_id is not None:
             self.hub_model_id = self._hub.repo_id  # a push may have found out its full name
         super().create_model_card(model_name, dataset_name, tags)
-        settings = self._agent_settings(self.hub_model_id or model_name or "model")
-        extend_card(Path(str(self.args.output_dir)) / "README.md", settings, self.state.log_history, dataset_name)
+        card, model_id = Path(str(self.args.output_dir)) / "README.md", self.hub_model_id or model_name or "model"
+        extend_card(card, model_id, self._agent_settings(), self.state.log_history, dataset_name)
 
-    def _agent_settings(self, model_id: str) -> AgentSettings:
+    def _agent_settings(self) -> AgentSettings:
         """What the agent needs at inference."""
         raise NotImplementedError
 
     def _save(self, output_dir=None, state_dict=None) -> None:
         with without_tokens(self.args):
             super()._save(output_dir, state_dict)
+        self._agent_settings().save(output_dir if output_dir is not None else str(self.args.output_dir))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """

@@ -1,5 +1,6 @@
 """`MemPOTrainer`: GRPO with multi-turn rollouts and a memory-level advantage."""
 
+import copy
 import dataclasses
 import logging
 import textwrap
@@ -13,11 +14,11 @@ from accelerate.utils import broadcast_object_list, is_peft_model
 from datasets import Dataset
 from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import get_json_schema
-from trl.chat_template_utils import add_response_schema, parse_response
 from trl.data_utils import is_conversational
 from trl.trainer.utils import get_config_model_id, pad
 
 from .advantages import memory_advantages, token_advantages
+from .agent_settings import AgentSettings
 from .chat_templates import ObservationRenderer
 from .data.columns import check_answers, prepare_dataset
 from .hub import HubTrainer
@@ -30,12 +31,12 @@ from .memory_reward import (
     score_memories,
 )
 from .mempo_config import MemPOConfig
-from .model_card import AgentSettings
 from .prefix_tree import Branch, BranchScorer, Form, evaluation_mode
-from .protocol import DEFAULT_SYSTEM_PROMPT, MEMORY_TAGS, TAG, ToolCall
+from .protocol import DEFAULT_SYSTEM_PROMPT, MEMORY_TAGS, ToolCall
 from .rewards import outcome_reward
 from .rollout import STOP_REASONS, AgentLoop, Trajectory
-from .tools import ToolRunner
+from .tools import ToolRunner, check_tools
+from .turn_reader import TurnReader, add_response_format
 from .vllm_requests import fit_into_context
 
 
@@ -163,7 +164,7 @@ class MemPOTrainer(HubTrainer):
             )
         if processing_class.eos_token_id is None:
             raise ValueError("`processing_class` has no end-of-turn token: set its `eos_token`.")
-        _check_tools(tools)
+        check_tools(tools)
         _check_sampling(args)
         if reward_funcs is None and not _brings_reward(environment_factory):
             reward_funcs = outcome_reward
@@ -259,12 +260,7 @@ class MemPOTrainer(HubTrainer):
             renderer = ObservationRenderer(
                 self._tokenizer, self.eos_token_ids, args.max_observation_length, self.chat_template_kwargs, self.tools
             )
-        # Special tokens carry no text, unless a vocabulary made one of the protocol's tags special.
-        self._silent_ids = {
-            i
-            for i in (*self._tokenizer.all_special_ids, *self.eos_token_ids)
-            if not TAG.search(self._tokenizer.decode([i]))
-        }
+        self._reader = TurnReader(self._tokenizer, self.eos_token_ids)
         turns = args.max_turns
         if args.max_tool_calling_iterations is not None:
             turns = min(turns, args.max_tool_calling_iterations + 1)
@@ -272,7 +268,7 @@ class MemPOTrainer(HubTrainer):
             renderer=renderer,
             runner=ToolRunner(args.tool_timeout, getattr(self, "async_loop", None)),
             generate=self._generate_turn,
-            decode=self._decode_turn,
+            decode=self._reader.text,
             eos_token_ids=self.eos_token_ids,
             max_turns=turns,
             max_turn_length=args.max_turn_length,
@@ -284,6 +280,7 @@ class MemPOTrainer(HubTrainer):
             max_over_processes=self._max_over_processes,
             equal_sizes=self.use_vllm and (self.vllm_mode == "server" or self.vllm_tensor_parallel_size > 1),
             parse_native_calls=self._parse_native_calls if self.tools else None,
+            how_to_go_on="go on with `train(resume_from_checkpoint=True)`",
         )
 
     # --- Rollouts -----------------------------------------------------------------------------------------------
@@ -346,6 +343,60 @@ class MemPOTrainer(HubTrainer):
         self._log_rollouts(prompt_ids, completion_ids, tool_mask)
         return prompt_ids, completion_ids, tool_mask, completions, logprobs, {}, None, []
 
+    def run_agent(self, prompts: list[list[dict[str, Any]]], temperature: float | None = None) -> list[Trajectory]:
+        """Roll out prompts with the policy as it is, apart from training: nothing is rewarded, logged or counted.
+
+        Every process must call this, each with as many prompts.
+
+        Args:
+            prompts: conversations that open a rollout, see [`mempo_trl.protocol.build_prompt`].
+            temperature: sampling temperature; 0 takes the most probable token each time, `None` is that of training.
+
+        Returns:
+            One trajectory for each prompt, in order.
+
+        Raises:
+            ValueError: if the environments of `environment_factory` own the questions.
+            RuntimeError: if a tool could not be reached again and again.
+        """
+        if self.environment_factories is not None:
+            raise ValueError("With `environment_factory`, questions come from the environment: use `evaluate`.")
+        assert self._loop.renderer is not None
+        prompt_ids, _, _ = self._tokenize_prompts(prompts)
+        tools: dict[str, Callable] = {}
+        if self.tools:
+            tools = self._sync_tool_dicts[0] | self._async_tool_dicts[0]
+        loop = dataclasses.replace(
+            self._loop, generate=lambda contexts, length, first: self._generate_turn(contexts, length, False)
+        )
+        with evaluation_mode(self.model), self._sampling_at(temperature):
+            return loop.run(prompt_ids, [tools] * len(prompts))
+
+    @contextmanager
+    def _sampling_at(self, temperature: float | None) -> Iterator[None]:
+        """Sample at another temperature in the body."""
+        if temperature is None:
+            yield
+            return
+        if self.use_vllm:
+            own, self.vllm_generation.temperature = self.vllm_generation.temperature, temperature
+            try:
+                yield
+            finally:
+                self.vllm_generation.temperature = own
+            return
+        config, kwargs = self.generation_config, self.generation_kwargs
+        changes: dict[str, Any] = {"do_sample": temperature > 0, "temperature": temperature or None}
+        if temperature == 0:
+            changes |= {"top_p": None, "top_k": None, "min_p": None}
+        self.generation_kwargs = {**kwargs, **changes}
+        self.generation_config = copy.deepcopy(config)
+        self.generation_config.update(**changes)
+        try:
+            yield
+        finally:
+            self.generation_config, self.generation_kwargs = config, kwargs
+
     def _warn_of_long_prompts(self, prompt_ids: list[list[int]]) -> None:
         limit = self._loop.max_context_length
         longest = max(map(len, prompt_ids))
@@ -376,21 +427,8 @@ class MemPOTrainer(HubTrainer):
         self._generation_seconds += time.perf_counter() - started
         return turns
 
-    def _decode_turn(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(
-            [i for i in ids if i not in self._silent_ids],
-            skip_special_tokens=False,
-            clean_up_tokenization_spaces=False,
-        )
-
     def _parse_native_calls(self, ids: list[int], context: list[int], row: int) -> list[ToolCall]:
-        """Read tool calls that the model wrote in the format of its own chat template, as TRL does."""
-        if getattr(self._tokenizer, "response_template", None) is None:
-            return []
-        tools = self._tools_of_rows(row + 1)[row]
-        message = parse_response(self._tokenizer, ids, prefix=context, tools=tools)
-        calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-        return [ToolCall(name=call["name"], arguments=call["arguments"]) for call in calls]
+        return self._reader.native_calls(ids, context, self._tools_of_rows(row + 1)[row])
 
     def _max_context_length(self) -> int | None:
         own = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
@@ -642,20 +680,18 @@ class MemPOTrainer(HubTrainer):
 
     # --- Inference ----------------------------------------------------------------------------------------------------
 
-    def _agent_settings(self, model_id: str) -> AgentSettings:
+    def _agent_settings(self) -> AgentSettings:
         system_prompt = self.args.system_prompt
         if isinstance(self.train_dataset, Dataset) and "prompt" in self.train_dataset.column_names:
             prompt = self.train_dataset[0]["prompt"]
             has_one = not isinstance(prompt, str) and prompt and prompt[0]["role"] == "system"
             system_prompt = prompt[0]["content"] if has_one else ""
         return AgentSettings(
-            model_id=model_id,
             eos_token_ids=list(self.eos_token_ids),
             max_turns=self._loop.max_turns,
             max_turn_length=self.args.max_turn_length,
             max_observation_length=self.args.max_observation_length,
             max_completion_length=self.max_completion_length,
-            max_context_length=self._loop.max_context_length,
             context_turns=self.args.context_turns,
             system_prompt=DEFAULT_SYSTEM_PROMPT if system_prompt is None else system_prompt,
             temperature=self.temperature,
@@ -804,18 +840,6 @@ def _load_tokenizer(model, args: MemPOConfig):
     )
 
 
-def _check_tools(tools) -> None:
-    """Raise `ValueError` unless `tools` is `None` or a list of functions with names of their own."""
-    if tools is None:
-        return
-    if not isinstance(tools, list) or not all(callable(tool) for tool in tools):
-        raise ValueError(f"`tools` must be a list of functions, but it is {tools!r}.")
-    names = [getattr(tool, "__name__", type(tool).__name__) for tool in tools]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"`tools` has several functions named {name!r}: rename all but one.")
-
-
 def _check_sampling(args: MemPOConfig) -> None:
     """Raise `ValueError` if vLLM is told to return anything but one turn, with the log-probabilities of its tokens."""
     own: Any = (args.use_vllm and args.generation_kwargs) or {}
@@ -846,11 +870,7 @@ def _uninspected_template(tokenizer: PreTrainedTokenizerBase, tools) -> Iterator
     if not tools or tokenizer.chat_template is None:
         yield
         return
-    if getattr(tokenizer, "response_template", None) is None:
-        try:
-            add_response_schema(tokenizer)
-        except ValueError:  # a template that TRL does not know
-            pass
+    add_response_format(tokenizer)
     template, response_template = tokenizer.chat_template, getattr(tokenizer, "response_template", None)
     tokenizer.chat_template, tokenizer.response_template = _PLAIN_TEMPLATE, response_template or {}
     try:

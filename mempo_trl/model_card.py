@@ -3,13 +3,12 @@
 import json
 import math
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 
-from .protocol import DEFAULT_SYSTEM_PROMPT
+from .agent_settings import AgentSettings
 
 
 # Metrics that say what the agent does, as patterns of their names; the first group, if any, is the name in the card.
@@ -21,40 +20,14 @@ _REWARD_METRICS = {"exact_match_reward": "exact_match", "f1_reward": "f1"}  # na
 _FIRST = ("reward", "exact_match", "f1")
 
 
-@dataclass
-class AgentSettings:
-    """What the agent was trained with and must be run with.
-
-    Attributes:
-        model_id: the repository, or whatever `from_pretrained` takes.
-        eos_token_ids: ids that end a turn.
-        max_turns, max_turn_length, max_observation_length, max_completion_length, context_turns: see `MemPOConfig`.
-        max_context_length: tokens that the model takes; `None` if it has no limit.
-        system_prompt: text of the system message, empty for none.
-        temperature: sampling temperature in training.
-        chat_template_kwargs: further arguments of `apply_chat_template`.
-        tools: JSON schemas of the tools.
-    """
-
-    model_id: str
-    eos_token_ids: list[int]
-    max_turns: int
-    max_turn_length: int
-    max_observation_length: int
-    max_completion_length: int
-    max_context_length: int | None
-    context_turns: int | None
-    system_prompt: str
-    temperature: float = 1.0
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    tools: list[dict[str, Any]] = field(default_factory=list)
-
-
-def extend_card(path: Path, settings: AgentSettings, log_history: list[dict[str, Any]], dataset: str | None) -> None:
+def extend_card(
+    path: Path, model_id: str, settings: AgentSettings, log_history: list[dict[str, Any]], dataset: str | None
+) -> None:
     """Make the card that TRL wrote one of an agent.
 
     Args:
         path: the card. It is overwritten.
+        model_id: the repository, or whatever `from_pretrained` takes.
         settings: what the agent must be run with.
         log_history: the trainer's log: the last metrics of training and of evaluation are shown.
         dataset: name of the dataset, if it is known.
@@ -75,7 +48,7 @@ def extend_card(path: Path, settings: AgentSettings, log_history: list[dict[str,
         for name, value in evaluation.items()
     ]
     if results:
-        card.data.model_name = card.data.model_name or settings.model_id.split("/")[-1]
+        card.data.model_name = card.data.model_name or model_id.rsplit("/", maxsplit=1)[-1]
         card.data.eval_results = results
     # TRL's words where there is no base model on the Hub.
     text = card.text.replace(
@@ -83,7 +56,8 @@ def extend_card(path: Path, settings: AgentSettings, log_history: list[dict[str,
     )
     before, _, rest = text.partition("## Quick start")
     _, _, procedure = rest.partition("## Training procedure")
-    sections = [before.rstrip(), _about(), _how_to_run(settings), _settings(settings), _metrics(training, evaluation)]
+    sections = [before.rstrip(), _about(), _how_to_run(model_id, settings), _settings(settings)]
+    sections.append(_metrics(training, evaluation))
     card.text = "\n\n".join([*sections, f"## Training procedure{procedure}"])
     card.save(path)
 
@@ -118,7 +92,7 @@ def _settings(settings: AgentSettings) -> str:
         "max_turns": f"{settings.max_turns}",
         "max_turn_length": f"{settings.max_turn_length} tokens",
         "max_observation_length": f"{settings.max_observation_length} tokens",
-        "max_completion_length": f"{settings.max_completion_length} tokens",
+        "max_completion_length": f"{settings.completion_length} tokens",
         "temperature": f"{settings.temperature:g} (in training)",
     }
     if settings.chat_template_kwargs:
@@ -150,62 +124,18 @@ def _fenced(text: str, language: str) -> str:
     return f"{fence}{language}\n{text}\n{fence}"
 
 
-def _how_to_run(settings: AgentSettings) -> str:
-    system_prompt = "DEFAULT_SYSTEM_PROMPT"
-    if settings.system_prompt != DEFAULT_SYSTEM_PROMPT:
-        system_prompt = json.dumps(settings.system_prompt, ensure_ascii=False)
-    tools = 'tools = [make_search_tool(BM25Index.load("index"), k=3)]  # or others with the schemas below'
+def _how_to_run(model_id: str, settings: AgentSettings) -> str:
+    tools = 'tools=[make_search_tool(BM25Index.load("index"), k=3)]'
     code = f"""\
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from mempo_trl.chat_templates import ObservationRenderer
-from mempo_trl.protocol import DEFAULT_SYSTEM_PROMPT, build_prompt
-from mempo_trl.rollout import AgentLoop
+from mempo_trl import MemoryAgent
 from mempo_trl.search import BM25Index, make_search_tool
-from mempo_trl.tools import ToolRunner
 
-model_id = {json.dumps(settings.model_id)}
-tokenizer = AutoTokenizer.from_pretrained(model_id)
-model = AutoModelForCausalLM.from_pretrained(model_id, device_map="auto").eval()
-{tools if settings.tools else "tools = []"}
-eos_token_ids = {settings.eos_token_ids}
-template_kwargs = {settings.chat_template_kwargs!r}
-
-
-def generate(contexts, max_new_tokens, first):
-    turns = []
-    for context in contexts:
-        ids = torch.tensor([context], device=model.device)
-        output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, eos_token_id=eos_token_ids
-        )
-        turns.append(output[0, len(context) :].tolist())
-    return turns, None
-
-
-renderer = ObservationRenderer(tokenizer, eos_token_ids, {settings.max_observation_length}, template_kwargs, tools)
-loop = AgentLoop(
-    renderer=renderer,
-    runner=ToolRunner(timeout=60),
-    generate=generate,
-    decode=lambda ids: tokenizer.decode([i for i in ids if i not in eos_token_ids]),
-    eos_token_ids=eos_token_ids,
-    max_turns={settings.max_turns},
-    max_turn_length={settings.max_turn_length},
-    max_completion_length={settings.max_completion_length},
-    max_context_length={settings.max_context_length},
-    context_turns={settings.context_turns},
-)
-question = build_prompt("Who wrote Dune?", {system_prompt})
-prompt = tokenizer.apply_chat_template(
-    renderer.prompt(question, tools),
-    tools=tools or None,
-    add_generation_prompt=True,
-    return_dict=False,
-    **template_kwargs,
-)
-(trajectory,) = loop.run([prompt], [{{tool.__name__: tool for tool in tools}}])
-for turn in trajectory.turns:
+agent = MemoryAgent({json.dumps(model_id)}, {tools if settings.tools else "tools=[]"})
+for turn in agent.stream("Who wrote Dune?"):
     print(turn.text)
-print(trajectory.turns[-1].parsed.answer)"""
-    return f"## How to run the agent\n\nIt needs the package `mempo_trl`:\n\n{_fenced(code, 'python')}"
+print(turn.answer)"""
+    if not settings.tools:
+        code = code.replace("from mempo_trl.search import BM25Index, make_search_tool\n", "")
+    where = "The settings below are in `agent.json`, where `MemoryAgent` finds them."
+    need = " The tools must have the schemas below." if settings.tools else ""
+    return f"## How to run the agent\n\nIt needs the package `mempo_trl`. {where}{need}\n\n{_fenced(code, 'python')}"

@@ -39,6 +39,18 @@ parts, separate their answers with " ; ", in the order of the parts.
 
 Write nothing outside these tags."""
 
+NO_MEMORY_SYSTEM_PROMPT = """\
+You answer questions by searching for evidence, over several turns. A question may have several parts.
+
+In every turn, think first: <think>…</think>.
+Then act, in exactly one of two ways:
+- call a tool: <tool_call>{"name": …, "arguments": {…}}</tool_call>. The result comes with the next turn.
+- or, when you know enough, answer: <answer>…</answer>. Write only the answer itself. If the question has several \
+parts, separate their answers with " ; ", in the order of the parts.
+
+Write nothing outside these tags."""
+"""For baselines without a memory."""
+
 
 class ToolCall(TypedDict):
     """One well-formed tool call."""
@@ -174,6 +186,12 @@ def parse_turn(text: str) -> ParsedTurn:
             f"The sections must be a memory, a thought, then tool calls or one answer, but they are: {found}."
         )
     return turn
+
+
+def without_memory(text: str) -> str:
+    """A turn without its memory, which is what a baseline without memories would have written."""
+    start, end = _find_pair(text, *MEMORY_TAGS)
+    return text if start == -1 else text[:start] + text[end:].lstrip()
 
 
 def check_trajectory(texts: list[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """The agent loop: turns until answered, for a batch of rollouts, in step on every process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -34,6 +34,7 @@ class Turn:
         observation_ids: what follows up to the next turn: tokens that close the turn, the observation, the next
             generation prompt. Empty for the last turn. None of them was sampled.
         observation: the messages rendered there.
+        results: what the tools answered, `(tool name, text)` for each call, before it was cut or rendered.
     """
 
     ids: list[int]
@@ -43,6 +44,7 @@ class Turn:
     logprobs: list[float | None] | None = None
     observation_ids: list[int] = field(default_factory=list)
     observation: list[Message] = field(default_factory=list)
+    results: list[tuple[str, str]] = field(default_factory=list)
 
     def cut_inside(self, tags: tuple[str, str]) -> bool:
         """Whether the turn was cut between an opening tag and its closing one."""
@@ -181,6 +183,7 @@ class AgentLoop:
         equal_sizes: whether the sampler slices by process and needs as many contexts from each.
         parse_native_calls: reads tool calls in the model's own format from `(ids, context, row)`, where the protocol's
             parser could read none.
+        how_to_go_on: what a user does after the loop raised, for its message.
     """
 
     renderer: ObservationRenderer | None
@@ -198,6 +201,7 @@ class AgentLoop:
     max_over_processes: Callable[[int], int] = int
     equal_sizes: bool = False
     parse_native_calls: Callable[[list[int], list[int], int], list[ToolCall]] | None = None
+    how_to_go_on: str = "start it again"
 
     def run(self, prompts: list[list[int]], tools: list[dict[str, Callable]]) -> list[Trajectory]:
         """Roll out every prompt.
@@ -212,6 +216,11 @@ class AgentLoop:
         Raises:
             RuntimeError: on every process, if one could not reach a tool in `max_unavailable_turns` turns in a row.
         """
+        *_, trajectories = self.turns(prompts, tools)
+        return trajectories
+
+    def turns(self, prompts: list[list[int]], tools: list[dict[str, Callable]]) -> Iterator[list[Trajectory]]:
+        """As `run`, giving the growing trajectories before the first turn and after each one."""
         trajectories = [Trajectory(prompt, self.context_turns) for prompt in prompts]
         malformed_turns = [0] * len(prompts)
         active = []
@@ -220,6 +229,7 @@ class AgentLoop:
                 active.append(row)
             else:
                 trajectory.stop_reason = self._limit(trajectory, len(trajectory.prompt_ids))
+        yield trajectories
         for number in range(1, self.max_turns + 1):
             most = self.max_over_processes(len(active))
             if most == 0:
@@ -245,7 +255,7 @@ class AgentLoop:
                 else:
                     acting.append(row)
             self._act(trajectories, acting, tools)
-            self._stop_if_a_tool_stays_away()
+            self.runner.stop_if_unavailable(self.max_unavailable_turns, self.how_to_go_on, self.max_over_processes)
 
             active = []
             for row in acting:
@@ -262,7 +272,7 @@ class AgentLoop:
                 # Nothing will be sampled after this observation, so it is not part of the rollout.
                 trajectory.turns[-1].observation_ids = []
                 trajectory.turns[-1].observation = []
-        return trajectories
+            yield trajectories
 
     def _sample(self, trajectories: list[Trajectory], active: list[int], most: int, first: bool) -> None:
         """Append a turn to every active rollout."""
@@ -300,23 +310,9 @@ class AgentLoop:
         for row in acting:
             assert self.renderer is not None
             turn = trajectories[row].turns[-1]
-            turn.observation = self.renderer.messages(of_row[row])
+            turn.results = of_row[row]
+            turn.observation = self.renderer.messages(turn.results)
             turn.observation_ids = self.renderer.suffix_ids(turn.observation, turn.ids)
-
-    def _stop_if_a_tool_stays_away(self) -> None:
-        if self.max_unavailable_turns is None:
-            return
-        turns, name, reason = max(
-            ((turns, name, reason) for name, (turns, reason) in self.runner.unavailable.items()), default=(0, "", "")
-        )
-        if self.max_over_processes(turns) < self.max_unavailable_turns:
-            return
-        where = f"The tool {name} was" if turns else "A tool of another process was"
-        raise RuntimeError(
-            f"{where} not available in {self.max_unavailable_turns} turns in a row, so training stops rather than "
-            f"learn from answers that nothing was found for. {reason or 'Its own message says why.'} Once the tool "
-            "works again, go on with `train(resume_from_checkpoint=True)`; `max_unavailable_turns=None` never stops."
-        )
 
     def _room(self, trajectory: Trajectory) -> int:
         """Tokens that the next turn may have."""

@@ -45,6 +45,31 @@ class ToolResult:
     unavailable: str | None = None
 
 
+def check_tools(tools: Any) -> list[Callable]:
+    """The tools as a list.
+
+    Args:
+        tools: what a user gave; `None` for no tools.
+
+    Raises:
+        ValueError: unless they are functions with names of their own.
+    """
+    if tools is None:
+        return []
+    if not isinstance(tools, list | tuple) or not all(callable(tool) for tool in tools):
+        raise ValueError(f"`tools` must be a list of functions, but it is {tools!r}.")
+    names = [tool_name(tool) for tool in tools]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"`tools` has several functions named {name!r}: rename all but one.")
+    return list(tools)
+
+
+def tool_name(tool: Callable) -> str:
+    """The name that a model calls a tool by."""
+    return getattr(tool, "__name__", type(tool).__name__)
+
+
 class time_limit:
     """Raise `TimeLimitError` in the body once `seconds` have passed.
 
@@ -104,6 +129,7 @@ class ToolRunner:
         self.timeout = timeout
         self.event_loop = event_loop
         self.unavailable: dict[str, tuple[int, str]] = {}
+        self._lock = threading.Lock()
 
     def run(self, requests: list[tuple[dict[str, Callable], ToolCall | str]]) -> list[ToolResult]:
         """Answer every request; of what a tool raises, only `KeyboardInterrupt` comes through: it is the user's.
@@ -147,8 +173,36 @@ class ToolRunner:
         if concurrent:
             results.update(zip(concurrent, self._call_async([calls[i] for i in concurrent]), strict=True))
         in_order = [results[index] for index in range(len(requests))]
-        self._watch(in_order)
+        with self._lock:
+            self._watch(in_order)
         return in_order
+
+    def stop_if_unavailable(
+        self, limit: int | None, how_to_go_on: str, max_over_processes: Callable[[int], int] = int
+    ) -> None:
+        """Raise if a tool could not be reached in so many runs in a row.
+
+        Args:
+            limit: runs; `None` for no limit.
+            how_to_go_on: what a user does once the tool works again, for the message.
+            max_over_processes: the largest of an integer over all processes, which then raise together.
+
+        Raises:
+            RuntimeError: with the tool and the reason.
+        """
+        if limit is None:
+            return
+        with self._lock:
+            absent = [(turns, name, reason) for name, (turns, reason) in self.unavailable.items()]
+        turns, name, reason = max(absent, default=(0, "", ""))
+        if max_over_processes(turns) < limit:
+            return
+        where = f"The tool {name} was" if turns else "A tool of another process was"
+        raise RuntimeError(
+            f"{where} not available in {limit} turns in a row, so this run stops rather than go on with answers that "
+            f"nothing was found for. {reason or 'Its own message says why.'} Once the tool works again, "
+            f"{how_to_go_on}; `max_unavailable_turns=None` never stops."
+        )
 
     def _watch(self, results: list[ToolResult]) -> None:
         """Count the runs in which a tool could not be reached. A call that was wrong in itself tells nothing."""

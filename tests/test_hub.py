@@ -1,5 +1,6 @@
 """Pushing to a stand-in for the Hub: what arrives there, and what happens when it does not."""
 
+import dataclasses
 import logging
 import math
 import pickle
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from mempo_trl import MemPOConfig, MemPOTrainer
 from mempo_trl import hub as uploads
 from mempo_trl.hub import WAITS, PushError, without_tokens
-from mempo_trl.protocol import DEFAULT_SYSTEM_PROMPT
+from mempo_trl.protocol import DEFAULT_SYSTEM_PROMPT, build_prompt
 from mempo_trl.search import BM25Index, make_search_tool
 
 
@@ -311,7 +312,7 @@ def test_a_repository_that_could_not_be_created_is_created_later(tmp_path, hub, 
     assert waits == list(WAITS)
     trainer.train()
     card = hub.repos["me/agent"]["README.md"].decode()
-    assert 'model_id = "me/agent"' in card
+    assert 'MemoryAgent("me/agent"' in card
 
 
 def test_a_hub_that_is_down(tmp_path, hub, waits, caplog):
@@ -358,14 +359,16 @@ def test_the_card_says_how_the_agent_did_and_how_to_run_it(tmp_path, hub, monkey
     monkeypatch.chdir(tmp_path)
     hub.download("me/agent", tmp_path / "pulled")
     code = code_of(card)
-    assert 'model_id = "me/agent"' in code
+    assert 'MemoryAgent("me/agent"' in code
     names = {}
     exec(compile(code.replace('"me/agent"', '"pulled"'), "README.md", "exec"), names)
-    # The prompt is that of the training, to the token, but for the question.
-    asked = trainer._tokenizer.decode(names["trajectory"].prompt_ids)
+    # The agent is run as it was trained, and its prompt is that of the training, to the token, but for the question.
+    engine = names["agent"].engine
+    assert engine.settings == dataclasses.replace(trainer._agent_settings(), tools=engine.settings.tools)
+    asked = trainer._tokenizer.decode(engine._opening(build_prompt("Who wrote Dune?", engine.settings.system_prompt)))
     trained = trainer._tokenizer.decode(trainer._trajectories[0].prompt_ids)
     assert asked == trained.replace("Where?", "Who wrote Dune?") != trained
-    assert 1 <= len(names["trajectory"].turns[0].ids) <= 64
+    assert 1 <= names["turn"].completion_tokens <= 64
     assert capsys.readouterr().out.splitlines()[-1] == "None"
 
 
@@ -382,7 +385,8 @@ def test_the_card_of_a_model_that_is_not_pushed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {}
     exec(compile(code_of(card), "README.md", "exec"), names)
-    assert names["question"][0] == {"role": "system", "content": prompt}
+    assert names["agent"].engine.settings.system_prompt == prompt
+    assert names["agent"].engine.tools == []
 
 
 def test_the_card_has_the_last_metrics_that_are_numbers(tmp_path):

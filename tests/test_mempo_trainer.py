@@ -484,7 +484,7 @@ def test_special_tokens_carry_no_text_but_the_tags_do(tmp_path):
     tokenizer.add_special_tokens({"additional_special_tokens": ["<mem>", "</mem>"]}, replace_extra_special_tokens=False)
     trainer = build(tmp_path, tokenizer=tokenizer)
     ids = tokenizer("<|im_start|><mem>a</mem>b<|im_end|>", add_special_tokens=False)["input_ids"]
-    assert trainer._decode_turn(ids) == "<mem>a</mem>b"
+    assert trainer._reader.text(ids) == "<mem>a</mem>b"
 
 
 def test_evaluation(tmp_path):

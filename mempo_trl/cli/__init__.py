@@ -9,6 +9,9 @@ from collections.abc import Sequence
 # In each module: `add_arguments(parser)` and `run(args)`. What goes wrong with what the user gave is raised as
 # `ValueError` or `OSError`, in a sentence.
 COMMANDS = {
+    "ask": "Let an agent answer a question.",
+    "collect": "Run a model over questions and keep what is worth imitating.",
+    "eval": "Evaluate an agent, or compare two evaluations.",
     "index": "Build a search index of a corpus, or add documents to one.",
     "serve": "Serve a search index over HTTP.",
 }
@@ -37,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         args.run(args)
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
         print(f"mempo {args.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -218,9 +218,9 @@ def to_markdown(summary: dict[str, Any]) -> str:
         rows.append(row)
     overall = summary["all"]
     lines = [
-        f'Scorer "{summary["scorer"]}", {overall["questions"]} questions, {samples} '
-        f"{'sample' if samples == 1 else 'samples'} per question. In brackets: {summary['confidence']:.4g} bootstrap "
-        f"intervals ({summary['resamples']} resamples of the questions). TT: total tokens; PT: peak tokens.",
+        f'Scorer "{summary["scorer"]}", questions: {overall["questions"]}, samples of each: {samples}. '
+        f"In brackets: {100 * summary['confidence']:.4g} % bootstrap intervals ({summary['resamples']} resamples of "
+        "the questions). TT: total tokens; PT: peak tokens.",
         "",
         *markdown_table(header, rows),
     ]
@@ -389,7 +389,7 @@ def _error_kind(error: str) -> str:
     """A sentence of `check_trajectory` without what differs from one turn or one broken text to another."""
     kind = re.sub(r"^Turn \d+: ", "", error)
     kind = re.sub(r"^Turn \d+ ", "A turn ", kind)
-    return re.sub(r"is not valid JSON \(.*\)\.$", "is not valid JSON.", kind, flags=re.DOTALL)
+    return re.sub(r"is not valid JSON \(.*\)\.$", "is not valid JSON.", kind)
 
 
 def _check_fields(value: Any, fields: dict[str, type | tuple[type, ...]], name: str) -> None:

@@ -227,6 +227,12 @@ class TestSummarize:
         run = random_run(3)
         assert summarize(run, resamples=50) == summarize(run[::-1], resamples=50)
 
+    def test_equal_counts_are_in_alphabetical_order(self):
+        reasons = ["no_action", "answer", "max_turns", "answer", "no_action"]
+        run = [record(f"q{number}", stop_reason=reason) for number, reason in enumerate(reasons)]
+        counts = summarize(run, resamples=5)["all"]["stop_reasons"]
+        assert list(counts.items()) == [("answer", 2), ("no_action", 2), ("max_turns", 1)]
+
     def test_blocks_do_not_change_the_draws(self, monkeypatch):
         run = random_run(4)
         whole = summarize(run, resamples=50)
@@ -307,7 +313,7 @@ class TestToMarkdown:
             record("b", "Rome", tokens=((1234, 0),), stop_reason="max_turns", tool_failures=2),
         ]
         lines = to_markdown(summarize(run, resamples=100, seed=3)).splitlines()
-        assert lines[0].startswith('Scorer "default", 2 questions, 1 sample per question.')
+        assert lines[0].startswith('Scorer "default", questions: 2, samples of each: 1. In brackets: 95 % bootstrap')
         assert lines[2] == (
             "| Objectives | Questions | EM % | Objective EM % | F1 % | Turns | Calls | Failures | TT | PT "
             "| Well-formed % |"
@@ -326,7 +332,7 @@ class TestToMarkdown:
         text = to_markdown(summarize([record("a"), record("a", "x", sample=1)], resamples=10))
         assert "| Best of 2 EM % |" in text
         assert "| 100.0 [100.0, 100.0] |\n" in text
-        assert "2 samples per question" in text
+        assert "samples of each: 2." in text
         assert "fewer than" not in text
 
     @pytest.mark.parametrize("samples", [1, 3])

@@ -3,7 +3,6 @@
 Nothing here needs torch.
 """
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,9 @@ from mempo_trl.evaluation.summary import (
     markdown_table,
     score_record,
 )
+from mempo_trl.run_folder import TRAJECTORIES, read_trajectories
 
 
-TRAJECTORIES = "trajectories.jsonl"
 # What is compared, in the order of the result.
 COMPARED = ("exact_match", "f1", "total_tokens", "peak_tokens", "turns")
 # A mean difference this small beside the largest difference of a question is rounding, and counts as 0.
@@ -33,10 +32,7 @@ _MAX_CELL = 120
 
 
 def read_run(path: str | Path) -> list[Record]:
-    """Read the records of a run.
-
-    A run that is killed while it writes leaves a last line without its end; that line is left out. A last line that
-    only lacks the newline is complete.
+    """Read the records of a run; an unfinished last line, as a kill leaves it, is left out.
 
     Args:
         path: The run's folder; its file `trajectories.jsonl` is read.
@@ -48,23 +44,13 @@ def read_run(path: str | Path) -> list[Record]:
         FileNotFoundError: If the folder has no such file.
         ValueError: If a line is not a record; the message names file and line.
     """
-    file_path = Path(path) / TRAJECTORIES
-    if not file_path.is_file():
-        raise FileNotFoundError(f"There is no {TRAJECTORIES} in {path}: give the output folder of an evaluation.")
     records = []
-    with file_path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                record = json.loads(line.decode("utf-8"))
-            except (ValueError, RecursionError) as error:
-                if not line.endswith(b"\n"):
-                    break
-                raise ValueError(f"Line {number} of {file_path} is not valid JSON ({error}).") from None
-            try:
-                check_record(record)
-            except ValueError as error:
-                raise ValueError(f"Line {number} of {file_path}: {error}") from None
-            records.append(record)
+    for number, record in enumerate(read_trajectories(path), start=1):
+        try:
+            check_record(record)
+        except ValueError as error:
+            raise ValueError(f"Line {number} of {Path(path) / TRAJECTORIES}: {error}") from None
+        records.append(record)
     return records
 
 
@@ -194,10 +180,10 @@ def comparison_markdown(comparison: dict[str, Any], limit: int = 20) -> str:
         rows.append([title, *means, difference, f"{metric['p_value']:.4f}"])
     left_out = comparison["only_a"] + comparison["only_b"]
     lines = [
-        f'Scorer "{comparison["scorer"]}", {comparison["questions"]} questions in both runs; {left_out} left out '
+        f'Scorer "{comparison["scorer"]}", questions in both runs: {comparison["questions"]}, left out: {left_out} '
         f"({comparison['only_a']} only in a, {comparison['only_b']} only in b). In brackets: "
-        f"{comparison['confidence']:.4g} paired bootstrap intervals ({comparison['resamples']} resamples of the "
-        "questions). TT: total tokens; PT: peak tokens.",
+        f"{100 * comparison['confidence']:.4g} % paired bootstrap intervals ({comparison['resamples']} resamples of "
+        "the questions). TT: total tokens; PT: peak tokens.",
         "",
         *markdown_table(["", "a", "b", "b - a", "p"], rows),
     ]

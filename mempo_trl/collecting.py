@@ -1,0 +1,124 @@
+"""Collecting traces: a model that can already do the work shows how, for a policy to imitate."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .data.traces import Selection, select_traces, turn_pairs
+from .engines import open_engine
+from .evaluation.evaluator import load_questions
+from .evaluation.summary import score_record
+from .protocol import NO_MEMORY_SYSTEM_PROMPT, build_prompt
+from .run_folder import RunFolder, json_lines
+from .runs import describe, run_questions
+
+
+SFT, SFT_NO_MEMORY = "sft.jsonl", "sft_no_memory.jsonl"
+
+
+@dataclass
+class Collection:
+    """What was collected.
+
+    Attributes:
+        episodes: how many were run.
+        selection: which of them are kept, and why the others are not.
+        pairs: rows of `sft.jsonl`: turns of the episodes that are kept.
+    """
+
+    episodes: int
+    selection: Selection
+    pairs: int
+
+    def summary(self) -> dict[str, Any]:
+        """The numbers, in plain types."""
+        kept = self.selection.kept
+        return {
+            "episodes": self.episodes,
+            "kept": len(kept),
+            "questions": len({record["id"] for record in kept}),
+            "pairs": self.pairs,
+            "dropped": dict(self.selection.dropped.most_common()),
+        }
+
+
+def collect(
+    model: Any,
+    questions: Any,
+    tools: Any,
+    output_dir: str | Path,
+    *,
+    samples: int = 1,
+    max_questions: int | None = None,
+    metric: str = "exact_match",
+    min_score: float = 1.0,
+    max_per_question: int | None = 1,
+    sft_context_turns: int | None = None,
+    sft_system_prompt: str | None = None,
+    scorer: str = "default",
+    overwrite: bool = False,
+    progress: bool = True,
+    notes: dict[str, Any] | None = None,
+    **options: Any,
+) -> Collection:
+    """Run a model over questions, and write what it does well as fine-tuning data.
+
+    The folder gets `trajectories.jsonl` with every episode, `sft.jsonl` with a (context, turn) pair for each turn of
+    those that are kept, `sft_no_memory.jsonl` with the same turns without memories in full context, for baselines, and
+    `summary.json`. A run that was killed goes on there.
+
+    Args:
+        model, questions, tools, samples, max_questions, scorer, overwrite, progress, notes: as
+            [`mempo_trl.evaluation.evaluate`] takes them.
+        output_dir: the folder.
+        metric: what is compared with `min_score`: "exact_match" or "f1".
+        min_score: the least score of what is kept.
+        max_per_question: episodes kept of a question, those with the fewest tokens; `None` for all.
+        sft_context_turns: earlier turns that a turn of `sft.jsonl` sees beside the prompt, as the policy will be
+            trained; `None` for all of them.
+        sft_system_prompt: system message of `sft.jsonl`; `None` takes the one that the model was given. A teacher often
+            needs to be told more than a policy that is trained.
+        **options: what else [`mempo_trl.engines.open_engine`] takes.
+
+    Raises:
+        ValueError, TypeError, ImportError, OSError, EndpointError, RuntimeError: as `evaluate`.
+    """
+    if metric not in ("exact_match", "f1"):
+        raise ValueError(f"`metric={metric!r}` is not allowed: it must be 'exact_match' or 'f1'.")
+    if not 0 <= min_score <= 1:
+        raise ValueError(f"`min_score={min_score!r}` is not allowed: it must be from 0 to 1.")
+    if sft_context_turns is not None and sft_context_turns < 1:
+        raise ValueError(f"`sft_context_turns={sft_context_turns!r}` is not allowed: it must be at least 1, or None.")
+    rows = load_questions(questions, max_questions)
+    if any(row["answers"] is None for row in rows):
+        raise ValueError("Questions without `answers` cannot be judged: give a column `answers`.")
+    engine = open_engine(model, tools, **options)
+    about = describe(engine, model, notes)
+    own_prompts = {row["id"]: row["prompt"] for row in rows}
+    with RunFolder(output_dir, about, overwrite) as folder:
+        records = run_questions(engine, rows, folder, samples, "Collecting", progress)
+        selection = select_traces(
+            records, lambda record: score_record(record, scorer)[metric], min_score, max_per_question
+        )
+        system_prompt = engine.settings.system_prompt if sft_system_prompt is None else sft_system_prompt
+
+        def pairs(system_prompt: str, context_turns: int | None, memory: bool) -> list[dict[str, Any]]:
+            return [
+                pair
+                for record in selection.kept
+                for pair in turn_pairs(
+                    record,
+                    own_prompts[record["id"]] or build_prompt(record["question"], system_prompt),
+                    context_turns,
+                    about["tools"],
+                    memory,
+                )
+            ]
+
+        with_memory = pairs(system_prompt, sft_context_turns, memory=True)
+        folder.write(SFT, json_lines(with_memory))
+        folder.write(SFT_NO_MEMORY, json_lines(pairs(NO_MEMORY_SYSTEM_PROMPT, None, memory=False)))
+        collection = Collection(len(records), selection, len(with_memory))
+        folder.write("summary.json", [json.dumps(collection.summary(), indent=2) + "\n"])
+    return collection

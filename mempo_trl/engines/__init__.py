@@ -1,0 +1,163 @@
+"""Running an agent outside training: a model of transformers, vLLM, or an OpenAI-compatible endpoint."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from ..agent_settings import AgentSettings
+from ..tools import check_tools
+from .base import Engine, Sampling
+from .endpoint import ChatEngine, CompletionSampler, Endpoint, EndpointError, ToolRole
+from .episode import Episode, Step
+from .tokens import TokenEngine, TransformersSampler, VLLMSampler
+
+
+__all__ = ["AgentSettings", "ChatEngine", "Endpoint", "EndpointError", "Engine", "Episode", "Sampling", "Step"]
+__all__ += ["TokenEngine", "open_engine"]
+
+Backend = Literal["transformers", "vllm", "openai"]
+
+
+def open_engine(
+    model: Any,
+    tools: Any = None,
+    *,
+    backend: Backend | None = None,
+    endpoint: str | None = None,
+    tokenizer: Any = None,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    sampling: Sampling | None = None,
+    batch_size: int | None = None,
+    concurrency: int = 16,
+    tool_role: ToolRole = "user",
+    request: Mapping[str, Any] | None = None,
+    tool_timeout: float | None = 60.0,
+    max_unavailable_turns: int | None = 10,
+    vllm_options: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Engine:
+    """Get an agent ready to run.
+
+    Args:
+        model: a checkpoint's folder or its name on the Hub; a model of transformers, with its `tokenizer`; a
+            `vllm.LLM`; an engine, which is returned as it is; the URL of an endpoint that has one model; with an
+            `endpoint`, what that calls the model.
+        tools: functions that the agent may call, as `MemPOTrainer` takes them.
+        backend: what runs the model. If not given, "openai" with an endpoint, else "transformers".
+        endpoint: base URL of an OpenAI-compatible endpoint, for instance http://localhost:8000/v1. Its key is in the
+            environment variable `OPENAI_API_KEY`.
+        tokenizer: the model's tokenizer, its folder or its name. With an endpoint, the tokenizer means that the server
+            is sent token ids, which vLLM takes; without it, it is sent conversations.
+        revision: branch, tag or commit on the Hub.
+        dtype, device, trust_remote_code: as transformers and vLLM take them. Without a device, the model is spread over
+            the GPUs that there are.
+        sampling: how tokens are drawn; greedily if not given.
+        batch_size: questions that run together in this process: 16 with transformers, 256 with vLLM if not given.
+        concurrency: questions that run together behind an endpoint.
+        tool_role, request: see `ChatEngine`.
+        tool_timeout: seconds that a call of a tool may take in this process.
+        max_unavailable_turns: turns in a row in which a tool could not be reached, after which a run stops.
+        vllm_options: further arguments of `vllm.LLM`.
+        **settings: fields of `AgentSettings` that are to differ from those of the checkpoint's `agent.json`, or from
+            the defaults if it has none.
+
+    Raises:
+        ValueError, TypeError: if an argument is wrong.
+        ImportError: if a package is missing.
+        OSError: if there is no such checkpoint.
+    """
+    if not isinstance(model, str) and hasattr(model, "rollout") and hasattr(model, "turns"):
+        if settings or endpoint or tokenizer is not None:
+            raise ValueError("An engine has its settings already: give them where it is made.")
+        return model
+    tools, sampling = check_tools(tools), sampling or Sampling()
+    if endpoint is None and isinstance(model, str) and model.startswith(("http://", "https://")):
+        model, endpoint = None, model
+    if backend is None:
+        backend = "openai" if endpoint is not None else "transformers"
+    if backend not in ("transformers", "vllm", "openai"):
+        raise ValueError(f"`backend={backend!r}` is not allowed: it must be 'transformers', 'vllm' or 'openai'.")
+    if (backend == "openai") != (endpoint is not None):
+        raise ValueError("`endpoint` and `backend='openai'` go together: give both, or neither.")
+    named = model if isinstance(model, str) else None
+    if endpoint is not None:
+        chosen = _settings(tokenizer if isinstance(tokenizer, str) else None, revision, settings)
+        connection = Endpoint(endpoint, model)
+        if tokenizer is None:
+            return ChatEngine(
+                connection, tools, chosen, sampling, concurrency, tool_role, request, max_unavailable_turns
+            )
+        tokenizer = _tokenizer(tokenizer, revision, trust_remote_code)
+        sampler: Any = CompletionSampler(connection, [], sampling, concurrency)
+        batch_size = 1
+        if max_unavailable_turns is not None:
+            max_unavailable_turns *= concurrency
+    else:
+        chosen = _settings(named, revision, settings)
+        if tokenizer is None and named is None:
+            raise ValueError("`tokenizer` is missing: a model that is no checkpoint does not bring its own.")
+        tokenizer = _tokenizer(named if tokenizer is None else tokenizer, revision, trust_remote_code)
+        if backend == "vllm":
+            if named is not None:
+                model = _load_vllm(named, revision, dtype, trust_remote_code, sampling.seed, vllm_options or {})
+            sampler = VLLMSampler(model, _end_ids(model), sampling, named or _name(model))
+            batch_size = 256 if batch_size is None else batch_size
+        else:
+            if named is not None:
+                model = _load_transformers(named, revision, dtype, device, trust_remote_code)
+            pad = tokenizer.pad_token_id
+            pad = tokenizer.eos_token_id if pad is None else pad
+            sampler = TransformersSampler(model, 0 if pad is None else pad, sampling, named or _name(model))
+            batch_size = 16 if batch_size is None else batch_size
+    return TokenEngine(tokenizer, sampler, tools, chosen, sampling, batch_size, tool_timeout, max_unavailable_turns)
+
+
+def _settings(model: str | None, revision: str | None, changes: dict[str, Any]) -> AgentSettings:
+    own = None if model is None else AgentSettings.load(model, revision)
+    known = AgentSettings.__dataclass_fields__
+    for name in changes:
+        if name not in known:
+            raise TypeError(f"There is no argument {name!r}. Settings of an agent are: {', '.join(known)}.")
+    return (own or AgentSettings()).replace(**changes)
+
+
+def _tokenizer(tokenizer: Any, revision: str | None, trust_remote_code: bool) -> Any:
+    if not isinstance(tokenizer, str):
+        return tokenizer
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tokenizer, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def _load_transformers(name: str, revision: str | None, dtype: str, device: str | None, trust_remote_code: bool) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    where: dict[str, Any] = {"device_map": "auto"} if device is None and torch.cuda.is_available() else {}
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        name, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code, **where
+    )
+    return (model if device is None else model.to(device)).eval()
+
+
+def _load_vllm(
+    name: str, revision: str | None, dtype: str, trust_remote_code: bool, seed: int, options: Mapping[str, Any]
+) -> Any:
+    try:
+        from vllm import LLM
+    except ImportError as error:
+        raise ImportError("`backend='vllm'` needs the package `vllm`.") from error
+    own = {"revision": revision, "dtype": dtype, "trust_remote_code": trust_remote_code, "seed": seed}
+    return LLM(model=name, **{**own, "enable_prefix_caching": True, **options})
+
+
+def _end_ids(llm: Any) -> list[int]:
+    own = llm.llm_engine.model_config.try_get_generation_config().get("eos_token_id")
+    return [own] if isinstance(own, int) else list(own or [])
+
+
+def _name(model: Any) -> str:
+    config = getattr(model, "config", None)
+    return getattr(config, "_name_or_path", None) or type(model).__name__

@@ -1,0 +1,274 @@
+import logging
+import threading
+
+import pytest
+from openai_stand_in import ModelReply, OpenAIStandIn, chat_answer, error
+from relay_policy import small_policy
+from support import call, search
+
+from mempo_trl import MemoryAgent
+from mempo_trl.engines import EndpointError, Sampling, open_engine
+from mempo_trl.protocol import build_prompt
+from mempo_trl.search import Document, make_search_tool
+from mempo_trl.tools import ToolUnavailableError
+
+
+TURNS = [
+    f"<think>first</think>{call('Dune')}",
+    f"<mem>Frank Herbert</mem><think>then</think>{call('Emma')}{call('x', name='nothing')}",
+    "<mem>both</mem><think>done</think><answer>Frank Herbert ; Jane Austen</answer>",
+]
+USER_OBSERVATIONS = [
+    {"role": "user", "content": search("Dune")},
+    {
+        "role": "user",
+        "content": f"{search('Emma')}\n\nError: there is no tool named 'nothing'. Available tools: search.",
+    },
+]
+
+
+def script(path, body):
+    """The turn that follows the last one in the conversation."""
+    assert path == "/v1/chat/completions"
+    seen = [message["content"] for message in body["messages"] if message["role"] == "assistant"]
+    return chat_answer(TURNS[TURNS.index(seen[-1]) + 1 if seen else 0], prompt_tokens=10 * len(body["messages"]))
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setattr("mempo_trl.engines.endpoint._RETRIES", 0)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+@pytest.mark.parametrize("context_turns", [None, 1])
+def test_a_conversation(context_turns):
+    with OpenAIStandIn(script) as server:
+        agent = MemoryAgent(server.url, [search], context_turns=context_turns, max_turn_length=99)
+        answer = agent.run("Who wrote both?")
+    assert answer.text == "Frank Herbert ; Jane Austen"
+    assert [turn.text for turn in answer.turns] == TURNS
+    assert [message["content"] for message in answer.turns[1].observation] == [
+        search("Emma"),
+        "Error: there is no tool named 'nothing'. Available tools: search.",
+    ]
+    conversations = [body["messages"] for _, body in server.requests]
+    opening = conversations[0]
+    assert [message["role"] for message in opening] == ["system", "user"]
+    assert '"name": "search"' in opening[0]["content"] and "<tool_call>" in opening[0]["content"]
+    assert opening[1]["content"] == "Who wrote both?"
+    first = [{"role": "assistant", "content": TURNS[0]}, USER_OBSERVATIONS[0]]
+    second = [{"role": "assistant", "content": TURNS[1]}, USER_OBSERVATIONS[1]]
+    assert conversations[1] == opening + first
+    assert conversations[2] == opening + (second if context_turns else first + second)
+    assert answer.tokens == 10 * sum(map(len, conversations)) + 3 * 3
+    for _, body in server.requests:
+        assert (body["model"], body["temperature"], body["max_tokens"]) == ("model", 0.0, 99)
+        assert "tools" not in body
+
+
+def test_messages_of_the_role_tool():
+    with OpenAIStandIn(script) as server:
+        MemoryAgent(server.url, [search], tool_role="tool").run("Who wrote both?")
+    body = server.requests[-1][1]
+    assert [message["role"] for message in body["messages"]] == [
+        "system", "user", "assistant", "tool", "assistant", "tool", "tool",
+    ]  # fmt: skip
+    assert (body["tools"][0]["function"]["name"], body["tool_choice"]) == ("search", "none")
+    assert "<tools>" not in body["messages"][0]["content"]
+
+
+def test_long_observations_are_cut():
+    def long(query: str) -> str:
+        """Search.
+
+        Args:
+            query: What for.
+        """
+        return {"a": "s", "b": "l" * 500}[query]
+
+    turns = iter([f"<think>t</think>{call('a', 'long')}{call('b', 'long')}", "<mem>m</mem><answer>a</answer>"])
+    with OpenAIStandIn(lambda path, body: chat_answer(next(turns))) as server:
+        answer = MemoryAgent(server.url, [long], max_observation_length=20).run("Who?")
+    shown = server.requests[1][1]["messages"][-1]["content"]
+    assert shown == "s\n\n" + "l" * (80 - 1 - len(" … [truncated]")) + " … [truncated]"
+    assert answer.turns[0].observation[1]["content"] == "l" * 500  # what is kept is whole
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason", "turns"),
+    [
+        (chat_answer("<think>on and on", "length"), "max_turn_length", 1),
+        (chat_answer("I do not know."), "no_action", 1),
+        (chat_answer(TURNS[0]), "max_turns", 2),
+        (error(400, "This model's maximum context length is 10 tokens."), "max_context_length", 0),
+        (error(400, "The content management policy was triggered."), "refused", 0),
+    ],
+)
+def test_why_an_episode_ends(reply, reason, turns):
+    with OpenAIStandIn(lambda path, body: reply) as server:
+        answer = MemoryAgent(server.url, [search], max_turns=2).run("Who?")
+    assert (answer.text, answer.stop_reason, len(answer.turns)) == (None, reason, turns)
+
+
+def test_calls_that_the_server_took_out_of_the_text():
+    reply = chat_answer(None)
+    function = {"name": "search", "arguments": '{"query": "Dune"}'}
+    reply["choices"][0]["message"]["tool_calls"] = [{"id": "1", "type": "function", "function": function}]
+    with OpenAIStandIn(lambda path, body: reply) as server:
+        answer = MemoryAgent(server.url, [search], max_turns=2).run("Who?")
+    assert answer.turns[0].tool_calls == [{"name": "search", "arguments": {"query": "Dune"}}]
+    assert answer.turns[0].observation[0]["content"] == search("Dune")
+
+
+def test_what_a_request_holds_can_be_changed():
+    with OpenAIStandIn(script) as server:
+        request = {"max_tokens": None, "max_completion_tokens": 5, "reasoning_effort": "low"}
+        MemoryAgent(server.url, [search], request=request, sampling=Sampling(temperature=0.5, top_k=9)).run("Who?")
+    body = server.requests[0][1]
+    assert "max_tokens" not in body
+    assert (body["max_completion_tokens"], body["reasoning_effort"], body["top_k"]) == (5, "low", 9)
+
+
+def test_many_questions_at_once():
+    together, most = threading.Barrier(3, timeout=20), []
+
+    def reply(path, body):
+        number = int(body["messages"][1]["content"])
+        if number < 3:
+            together.wait()  # passes only if three are asked at the same time
+        most.append(number)
+        return chat_answer(f"<think>t</think><answer>{number}</answer>")
+
+    with OpenAIStandIn(reply) as server:
+        engine = open_engine(server.url, [search], concurrency=3)
+        prompts = [build_prompt(str(number)) for number in range(10)]
+        found = dict(engine.rollout(prompts, range(10)))
+    assert [found[number].answer for number in range(10)] == [str(number) for number in range(10)]
+    assert sorted(most) == list(range(10))
+    seeds = [body["seed"] for _, body in server.requests]
+    assert len(set(seeds)) == 10
+
+
+def test_a_caller_that_has_enough_ends_it():
+    with OpenAIStandIn(lambda path, body: chat_answer("<answer>a</answer>")) as server:
+        engine = open_engine(server.url, [search], concurrency=2)
+        rollout = engine.rollout([build_prompt("q")] * 50, range(50))
+        next(rollout)
+        rollout.close()
+        assert len(server.requests) <= 5
+
+
+def test_an_endpoint_that_fails_is_named(caplog):
+    caplog.set_level(logging.ERROR)
+    with OpenAIStandIn(lambda path, body: error(503, "busy")) as server:
+        agent = MemoryAgent(server.url.replace("http://", "http://user:secret@"), [search])
+        with pytest.raises(EndpointError, match=r"http://127\S+/v1 does not answer") as raised:
+            agent.run("Who?")
+    assert "secret" not in str(raised.value)
+    with pytest.raises(EndpointError, match="does not answer"):
+        agent.run("Who?")
+
+
+def test_an_endpoint_that_refuses_everything_ends_the_run():
+    with OpenAIStandIn(lambda path, body: error(400, "unknown field")) as server:
+        engine = open_engine(server.url, [search], concurrency=1)
+        with pytest.raises(EndpointError, match=r"refuses every request.*unknown field"):
+            list(engine.rollout([build_prompt("q")] * 30, range(30)))
+        assert len(server.requests) == 20
+
+
+@pytest.mark.parametrize(
+    ("status", "message"), [(401, "OPENAI_API_KEY"), (403, "OPENAI_API_KEY"), (404, "does it end in /v1")]
+)
+def test_what_the_user_can_mend(status, message):
+    with OpenAIStandIn(lambda path, body: error(status, "no")) as server:
+        with pytest.raises(ValueError, match=message):
+            MemoryAgent(server.url, [search]).run("Who?")
+
+
+def test_the_key_comes_from_the_environment(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "k-1")
+    with OpenAIStandIn(script) as server:
+        MemoryAgent(server.url, [search]).run("Who?")
+    assert server.headers[0]["authorization"] == "Bearer k-1"
+
+
+def test_several_models_must_be_told_apart():
+    with OpenAIStandIn(script, models=["a", "b"]) as server:
+        with pytest.raises(ValueError, match="has the models a, b: name one"):
+            MemoryAgent(server.url, [search])
+        MemoryAgent("b", [search], endpoint=server.url).run("Who?")
+    assert {body["model"] for _, body in server.requests} == {"b"}
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://"])
+def test_a_wrong_url(url):
+    with pytest.raises(ValueError, match="`endpoint="):
+        open_engine("m", endpoint=url)
+
+
+@pytest.mark.parametrize(("option", "value"), [("concurrency", 0), ("tool_role", "system")])
+def test_wrong_arguments(option, value):
+    with OpenAIStandIn(script) as server:
+        with pytest.raises(ValueError, match=f"`{option}={value!r}` is not allowed"):
+            open_engine(server.url, **{option: value})
+
+
+def test_a_tool_that_stays_away_ends_the_run():
+    def lost(query: str) -> str:
+        """Search.
+
+        Args:
+            query: What for.
+        """
+        raise ToolUnavailableError("nobody there")
+
+    reply = chat_answer(f"<think>t</think>{call('a', 'lost')}")
+    with OpenAIStandIn(lambda path, body: reply) as server:
+        engine = open_engine(server.url, [lost], concurrency=2, max_unavailable_turns=2, max_turns=3)
+        with pytest.raises(RuntimeError, match=r"lost was not available in 4 turns in a row.*nobody there"):
+            list(engine.rollout([build_prompt("q")] * 9, range(9)))
+
+
+def test_a_server_without_token_ids_is_told_of():
+    with OpenAIStandIn(lambda path, body: {**chat_answer(""), "choices": [{"index": 0, "text": "a"}]}) as server:
+        from support import qwen_tokenizer
+
+        engine = open_engine("model", [search], endpoint=server.url, tokenizer=qwen_tokenizer())
+        with pytest.raises(ValueError, match="does not return token ids"):
+            list(engine.turns(build_prompt("q")))
+
+
+def test_all_engines_give_the_same_episodes():
+    """A policy that searches and remembers: in the process, behind a server that takes ids, behind conversations."""
+    model, tokenizer, settings = small_policy()
+    world = settings.world(seed=41, questions=8)
+    documents = {document.title: document for document in (Document(**row) for row in world.documents)}
+
+    class Exact:
+        def search(self, queries, k):
+            return [[documents[query]] if query in documents else [] for query in queries]
+
+    tools = [make_search_tool(Exact(), k=1)]
+    options = {
+        "system_prompt": "search and remember",
+        "context_turns": 1,
+        "max_turns": 4,
+        "max_turn_length": 64,
+        "max_observation_length": 64,
+    }
+    prompts = [build_prompt(question.question, "search and remember") for question in world.questions]
+    with OpenAIStandIn(ModelReply(model, tokenizer)) as server:
+        engines = {
+            "transformers": open_engine(model, tools, tokenizer=tokenizer, **options),
+            "ids": open_engine("model", tools, endpoint=server.url, tokenizer=tokenizer, **options),
+            "conversations": open_engine("model", tools, endpoint=server.url, tool_role="tool", **options),
+        }
+        found = {name: dict(engine.rollout(prompts, range(8))) for name, engine in engines.items()}
+        assert {path for path, _ in server.requests} == {"/v1/completions", "/v1/chat/completions"}
+    assert found["transformers"] == found["ids"]
+    # A server that is sent text encodes it anew: what a policy garbled may then be other ids than it had sampled.
+    answered = [number for number, episode in found["ids"].items() if episode.stop_reason == "answer"]
+    assert len(answered) >= 6
+    assert all(found["ids"][number].tool_calls >= 1 for number in answered)
+    assert [found["ids"][number] for number in answered] == [found["conversations"][number] for number in answered]
