@@ -9,7 +9,7 @@ import uuid
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -422,21 +422,24 @@ def _exclusive(path: Path) -> Iterator[None]:
     """Keep others from writing an index, and leave no folder that was made for nothing."""
     made = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path / _LOCK, mode=0o666)
     try:
-        with FileLock(path / _LOCK, timeout=0, mode=0o666):
-            try:
-                yield
-            finally:
-                _remove_leftovers(path)
+        lock.acquire(timeout=0)
     except Timeout as error:
         raise BlockingIOError(
             f"Another process is building the BM25 index {path} or adding to it; try again when it is done."
         ) from error
+    try:
+        yield
     finally:
+        _remove_leftovers(path)
+        # Only who holds the lock may remove it: without its file, others would take a lock of their own.
         if not (path / _METADATA).exists():
             (path / _LOCK).unlink(missing_ok=True)
             if made:
-                path.rmdir()
+                with suppress(OSError):  # another process may have come meanwhile
+                    path.rmdir()
+        lock.release()
 
 
 def _remove_leftovers(path: Path) -> None:

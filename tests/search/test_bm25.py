@@ -364,6 +364,16 @@ class TestBuild:
         assert ids(old, "zola") == ["zola"]
         assert [entry.name for entry in tmp_path.iterdir()] == ["index"]
 
+    def test_who_is_refused_leaves_the_lock_to_its_holder(self, tmp_path):
+        def corpus():
+            yield from DOCUMENTS
+            for _ in range(2):  # the second would find no lock if the first had removed it
+                with pytest.raises(BlockingIOError, match="Another process is building"):
+                    BM25Index.build(DOCUMENTS[:2], tmp_path / "index")
+
+        assert len(BM25Index.build(corpus(), tmp_path / "index")) == len(DOCUMENTS)
+        assert len(BM25Index.load(tmp_path / "index")) == len(DOCUMENTS)
+
     def test_into_an_empty_folder(self, tmp_path):
         (tmp_path / "index").mkdir()
         assert len(BM25Index.build(DOCUMENTS, tmp_path / "index")) == len(DOCUMENTS)
