@@ -3,8 +3,10 @@
 import json
 import logging
 import os
+import random
 import sqlite3
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +17,8 @@ from mempo_trl.search.corpus import Document, SearchResult
 
 
 logger = logging.getLogger(__name__)
+
+_PATIENCE = 10  # seconds that a process waits for others that write
 
 
 class IdentifiedBackend(Protocol):
@@ -127,8 +131,10 @@ class _Disk:
         self._puts = 0
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._connection: sqlite3.Connection | None = sqlite3.connect(path, timeout=10, check_same_thread=False)
-            self._connection.execute("PRAGMA journal_mode = WAL")
+            self._connection: sqlite3.Connection | None = sqlite3.connect(
+                path, timeout=_PATIENCE, check_same_thread=False
+            )
+            _use_write_ahead_log(self._connection)
             self._connection.execute("PRAGMA synchronous = NORMAL")
             self._connection.execute(
                 "CREATE TABLE IF NOT EXISTS answers "
@@ -188,6 +194,20 @@ class _Disk:
 
     def _warn(self, error: Exception) -> None:
         logger.warning("The cache %s is used no longer: %s. Searches go on without it.", self.path, error)
+
+
+def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
+    """Let readers and a writer go on at the same time."""
+    end = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            # For this SQLite does not wait by itself while another process does the same with a new file.
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > end:
+                raise
+            time.sleep(random.uniform(0.01, 0.05))
 
 
 def _encode(document: Document) -> list[Any]:

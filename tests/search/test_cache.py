@@ -2,6 +2,7 @@
 
 import os
 import sqlite3
+import threading
 
 import numpy
 import pytest
@@ -136,6 +137,16 @@ def test_forked_processes_share_the_file(tmp_path):
     names = [f"{name}{n}" for name in "wxyz" for n in range(50)]
     assert cached.search([*names, "b"], 1) == Backend().search([*names, "b"], 1)
     assert len(cached.backend.asked) == 1
+
+
+def test_processes_that_begin_a_file_at_once_wait_for_each_other(tmp_path):
+    other = sqlite3.connect(tmp_path / "cache", isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    timer = threading.Timer(0.2, other.execute, ["COMMIT"])
+    timer.start()
+    cached = CachedSearch(Backend(), tmp_path / "cache")
+    timer.join()
+    assert cached.search(["a"], 1) == CachedSearch(Backend(), tmp_path / "cache").search(["a"], 1)
 
 
 def test_arguments():
