@@ -338,7 +338,7 @@ def parse_line(line: bytes, where: str, columns: Columns = Columns()) -> Documen
     """
     try:
         record = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of too many digits, too deep
         raise ValueError(f"{where}: {columns.expected}, but the line is not JSON in UTF-8: {error}.") from error
     return parse_document(record, where, columns)
 

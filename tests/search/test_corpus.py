@@ -75,6 +75,8 @@ class TestReadCorpus:
         [
             ("not JSON", "the line is not JSON"),
             ('{"id": 1, "contents": "cut', "the line is not JSON"),
+            ("[" * 100_000, "the line is not JSON"),
+            ('{"id": ' + "9" * 5000 + ', "contents": "a"}', "the line is not JSON"),
             ("[1]", "got a list"),
             ('"text"', "got a str"),
             ("null", "got a NoneType"),
@@ -115,10 +117,17 @@ class TestReadCorpus:
 
     @pytest.mark.parametrize("name", ["corpus.jsonl", "corpus.jsonl.gz"])
     def test_skips_bad_lines(self, tmp_path, name):
-        path = write(tmp_path / name, "not JSON", {"id": 1, "contents": "a"}, {"id": 2}, {"id": 3, "contents": "b"})
+        path = write(
+            tmp_path / name,
+            "not JSON",
+            {"id": 1, "contents": "a"},
+            {"id": 2},
+            "[" * 100_000,
+            {"id": 3, "contents": "b"},
+        )
         reader = read_corpus(path, skip_bad_lines=True)
         assert list(reader) == [Document("1", "a"), Document("3", "b")]
-        assert reader.skipped == 2
+        assert reader.skipped == 3
         assert reader.done == reader.total == path.stat().st_size
 
     def test_columns(self, tmp_path):
