@@ -326,13 +326,20 @@ class BM25Index:
         Raises:
             FileNotFoundError: If the corpus is a path without a file.
             BlockingIOError: If another process is building or adding.
-            ValueError: If the corpus is empty, one of its documents is malformed, or an index that does not hold its
-                texts is given anything but one uncompressed `.jsonl` file.
+            ValueError: If the corpus is empty or in the index already (as after an addition that was killed when it was
+                done), one of its documents is malformed, or an index that does not hold its texts is given anything
+                but one uncompressed `.jsonl` file.
         """
         documents = documents_of(corpus)
         with _exclusive(self.path):
             # From what is there now: another process may have added something since this index was opened.
-            self._opened = _write(self.path, documents, _read_metadata(self.path))._opened
+            metadata = _read_metadata(self.path)
+            if isinstance(documents, CorpusReader) and _source_of(documents, metadata) is not None:
+                raise ValueError(
+                    f"{documents.source} is in the BM25 index {self.path} already; added again, its documents would be "
+                    "found twice."
+                )
+            self._opened = _write(self.path, documents, metadata)._opened
 
     @property
     def identity(self) -> str:
@@ -554,14 +561,7 @@ def _check_corpus(path: Path, metadata: _Metadata, corpus: str | Path | CorpusRe
                 f"The BM25 index {path} was built of documents that no file held, so that it cannot be compared with "
                 f"{name}; build it of {name}."
             )
-        given = next(
-            (
-                source
-                for source in metadata.sources
-                if source.fingerprint is not None and is_same_corpus(corpus, source.fingerprint)
-            ),
-            None,
-        )
+        given = _source_of(corpus, metadata)
         if given is None:
             raise ValueError(
                 f"The BM25 index {path} is not one of {name} as it is now: that has changed since, or it was built of "
@@ -586,6 +586,14 @@ def _check_corpus(path: Path, metadata: _Metadata, corpus: str | Path | CorpusRe
             )
         files.append(file)
     return files
+
+
+def _source_of(corpus: str | Path | CorpusReader, metadata: _Metadata) -> _Source | None:
+    """What an index knows of a corpus, if it holds that."""
+    for source in metadata.sources:
+        if source.fingerprint is not None and is_same_corpus(corpus, source.fingerprint):
+            return source
+    return None
 
 
 def _read_metadata(path: Path) -> _Metadata:

@@ -473,6 +473,18 @@ class TestAdd:
         assert BM25Index.load(tmp_path / "index").identity == index.identity == identity
         assert len(list(index.path.glob("data-*"))) == 1
 
+    def test_the_same_corpus_again_is_refused(self, tmp_path):
+        more = write(tmp_path / "more.jsonl", DOCUMENTS[3:])
+        index = BM25Index.build(write(tmp_path / "corpus.jsonl", DOCUMENTS[:3]), tmp_path / "index")
+        index.add(more)
+        for name in ("corpus.jsonl", "more.jsonl"):
+            with pytest.raises(ValueError, match=rf"{name} is in the BM25 index .*index already; added again"):
+                index.add(tmp_path / name)
+        assert len(index) == len(BM25Index.load(index.path)) == len(DOCUMENTS)
+        write(more, DOCUMENTS[:2])
+        index.add(more)
+        assert len(index) == len(DOCUMENTS) + 2
+
     def test_nothing(self, tmp_path):
         index = BM25Index.build(DOCUMENTS, tmp_path / "index")
         with pytest.raises(ValueError, match="The corpus holds no documents"):
