@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from mempo_trl.search import documents as stored
 from mempo_trl.search.arguments import check_counts, distinct_queries
 from mempo_trl.search.corpus import Corpus, SearchResult, documents_of
-from mempo_trl.search.folders import check_target, move_into_place, read_metadata, write_json
+from mempo_trl.search.folders import building_folder, check_target, move_into_place, read_metadata, write_json
 
 
 try:
@@ -169,45 +168,48 @@ class DenseIndex:
         settings: dict[str, Any] = {**encoder.settings, "embedding_dtype": embedding_dtype}
         if factory is not None:
             make_faiss(encoder.dimension, factory, parameters)  # a wrong one is told before hours of encoding
-        path.parent.mkdir(parents=True, exist_ok=True)
-        building = path.with_name(f".{path.name}.building")
-        building.mkdir(exist_ok=True)
-        lock = FileLock(building / "lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise BlockingIOError(f"Another process is building the index {path}; wait for it, or end it.") from None
-        complete, shards = building / "index", building / "shards"
-        try:
-            shutil.rmtree(complete, ignore_errors=True)
-            complete.mkdir()
-            progress = tqdm(documents, desc="Reading", unit=" documents", disable=None)
-            count, digest = stored.write_documents(progress, complete)
-            if not count:
-                raise ValueError("The corpus holds no documents.")
-            if factory is None:
-                factory, default_parameters = default_factory(count, embedding_dtype)
-                parameters = parameters or default_parameters
-            metadata = {**settings, "documents": count, "corpus": digest, "factory": factory, "parameters": parameters}
-            if not _same_index(path, metadata, encoder):
-                _prepare_shards(shards, {**settings, "documents": count, "corpus": digest, "shard_size": shard_size})
-                texts = stored.StoredDocuments(complete)
-                files = _encode(texts, encoder, shards, shard_size, np.dtype(embedding_dtype))
-                _write_faiss(Vectors(files), complete, factory, parameters)
-                metadata |= {
-                    "format": _FORMAT,
-                    "build": uuid.uuid4().hex,
-                    "files": {file.name: file.stat().st_size for file in complete.iterdir()},
+        with building_folder(path) as building:
+            complete, shards = building / "index", building / "shards"
+            try:
+                # Once more: another process may have finished meanwhile.
+                check_target(path, METADATA, _KIND, overwrite)
+                shutil.rmtree(complete, ignore_errors=True)
+                complete.mkdir()
+                progress = tqdm(documents, desc="Reading", unit=" documents", disable=None)
+                count, digest = stored.write_documents(progress, complete)
+                if not count:
+                    raise ValueError("The corpus holds no documents.")
+                if factory is None:
+                    factory, default_parameters = default_factory(count, embedding_dtype)
+                    parameters = parameters or default_parameters
+                make_faiss(encoder.dimension, factory, parameters)
+                metadata = {
+                    **settings,
+                    "documents": count,
+                    "corpus": digest,
+                    "factory": factory,
+                    "parameters": parameters,
                 }
-                write_json(complete / METADATA, metadata)
-                move_into_place(complete, path)
-            shutil.rmtree(shards, ignore_errors=True)
-        finally:
-            shutil.rmtree(complete, ignore_errors=True)
-            # What a later build can go on from stays.
-            if not any(shards.glob("*.npy")):
-                shutil.rmtree(building, ignore_errors=True)
-            lock.release()
+                if not _same_index(path, metadata, encoder):
+                    _prepare_shards(
+                        shards, {**settings, "documents": count, "corpus": digest, "shard_size": shard_size}
+                    )
+                    texts = stored.StoredDocuments(complete)
+                    files = _encode(texts, encoder, shards, shard_size, np.dtype(embedding_dtype))
+                    _write_faiss(Vectors(files), complete, factory, parameters)
+                    metadata |= {
+                        "format": _FORMAT,
+                        "build": uuid.uuid4().hex,
+                        "files": {file.name: file.stat().st_size for file in complete.iterdir()},
+                    }
+                    write_json(complete / METADATA, metadata)
+                    move_into_place(complete, path)
+                shutil.rmtree(shards, ignore_errors=True)
+            finally:
+                shutil.rmtree(complete, ignore_errors=True)
+                # What a later build can go on from stays.
+                if not any(shards.glob("*.npy")):
+                    shutil.rmtree(building, ignore_errors=True)
         return cls._open(path, encoder)
 
     @classmethod

@@ -2,9 +2,12 @@
 
 import json
 import shutil
-import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 
 def check_target(path: Path, metadata_name: str, kind: str, overwrite: bool) -> None:
@@ -27,12 +30,41 @@ def check_target(path: Path, metadata_name: str, kind: str, overwrite: bool) -> 
         raise FileExistsError(f"There already is a {kind} at {path}; pass overwrite=True to replace it.")
 
 
+@contextmanager
+def building_folder(path: Path) -> Iterator[Path]:
+    """The folder beside an index where the next one is put together, for one process at a time.
+
+    What a build that was killed while it replaced the index has left is put in order first.
+
+    Args:
+        path: The folder of the index. Its parents are created.
+
+    Raises:
+        BlockingIOError: If another process is building there.
+    """
+    building = path.with_name(f".{path.name}.building")
+    building.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(building / "lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise BlockingIOError(f"Another process is building the index {path}; wait for it, or end it.") from None
+    try:
+        replaced = _replaced(path)
+        if replaced.exists() and not path.exists():
+            replaced.rename(path)
+        shutil.rmtree(replaced, ignore_errors=True)
+        yield building
+    finally:
+        lock.release()
+
+
 def move_into_place(complete: Path, path: Path) -> None:
     """Move a complete folder to its place, on the same file system. What was there before is removed afterwards."""
     if not path.exists():
         complete.rename(path)
         return
-    replaced = path.with_name(f".{path.name}.replaced-{uuid.uuid4().hex}")
+    replaced = _replaced(path)
     path.rename(replaced)
     try:
         complete.rename(path)
@@ -40,6 +72,10 @@ def move_into_place(complete: Path, path: Path) -> None:
         replaced.rename(path)
         raise
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _replaced(path: Path) -> Path:
+    return path.with_name(f".{path.name}.replaced")
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:

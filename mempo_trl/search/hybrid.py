@@ -7,7 +7,7 @@ from typing import Any
 
 from mempo_trl.search.arguments import check_counts, distinct_queries
 from mempo_trl.search.corpus import Corpus, Document, SearchResult
-from mempo_trl.search.folders import check_target, move_into_place, read_metadata, write_json
+from mempo_trl.search.folders import building_folder, check_target, move_into_place, read_metadata, write_json
 from mempo_trl.search.indexes import open_index
 from mempo_trl.search.threads import map_in_threads
 from mempo_trl.search.tool import SearchBackend
@@ -88,22 +88,27 @@ class HybridSearch:
         path = Path(path).expanduser().resolve()
         check_target(path, METADATA, _KIND, overwrite)
         _check_options(rank_constant, depth)
-        building = path.with_name(f".{path.name}.building")
-        try:
-            # The dense index has what takes long. It stores the documents, so an iterator is read only once.
-            dense_index = DenseIndex.build(corpus, building / "dense", model, overwrite=True, **(dense or {}))
-            BM25Index.build(dense_index.documents, building / "bm25", overwrite=True, **(bm25 or {}))
-            for leftover in building.glob(".*"):
-                shutil.rmtree(leftover, ignore_errors=True)
-            write_json(
-                building / METADATA,
-                {"format": _FORMAT, "backends": _BACKENDS, "rank_constant": rank_constant, "depth": depth},
-            )
-            move_into_place(building, path)
-        finally:
-            # A build that did not come to encoding leaves no trace.
-            if building.is_dir() and not any(building.iterdir()):
-                building.rmdir()
+        with building_folder(path) as building:
+            try:
+                # Once more: another process may have finished meanwhile.
+                check_target(path, METADATA, _KIND, overwrite)
+                # The dense index has what takes long. It stores the documents, so an iterator is read only once.
+                dense_index = DenseIndex.build(corpus, building / "dense", model, overwrite=True, **(dense or {}))
+                BM25Index.build(dense_index.documents, building / "bm25", overwrite=True, **(bm25 or {}))
+                write_json(
+                    building / METADATA,
+                    {"format": _FORMAT, "backends": _BACKENDS, "rank_constant": rank_constant, "depth": depth},
+                )
+                for leftover in building.iterdir():
+                    if leftover.is_dir() and leftover.name not in _BACKENDS:
+                        shutil.rmtree(leftover, ignore_errors=True)
+                    elif leftover.is_file() and leftover.name != METADATA:
+                        leftover.unlink()
+                move_into_place(building, path)
+            finally:
+                # A build that did not come to encoding leaves no trace.
+                if building.is_dir() and all(entry.name == "lock" for entry in building.iterdir()):
+                    shutil.rmtree(building, ignore_errors=True)
         return cls.load(path, device=(dense or {}).get("device"))
 
     @classmethod

@@ -451,6 +451,36 @@ class TestBuild:
 
         assert len(DenseIndex.build(corpus(), tmp_path / "index", MODEL)) == len(DOCUMENTS)
 
+    def test_an_index_that_came_meanwhile_is_not_replaced(self, tmp_path, index, monkeypatch):
+        def load_model(*args, **kwargs):
+            shutil.copytree(index.path, tmp_path / "index")
+            return Encoder(*args, **kwargs)
+
+        monkeypatch.setattr(dense_module, "Encoder", load_model)
+        with pytest.raises(FileExistsError, match="There already is a dense index"):
+            DenseIndex.build(DOCUMENTS[:2], tmp_path / "index", MODEL)
+        monkeypatch.undo()
+        assert [entry.name for entry in tmp_path.iterdir()] == ["index"]
+        assert len(DenseIndex.load(tmp_path / "index")) == len(index)
+
+    def test_parameters_are_checked_before_encoding(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(dense_module, "_encode", lambda *args: pytest.fail("Encoding began."))
+        with pytest.raises(ValueError, match=r"parameters must be faiss search parameters .* got 'nprobe=3'"):
+            DenseIndex.build(DOCUMENTS, tmp_path / "index", MODEL, parameters="nprobe=3")
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize("moved", [False, True])
+    def test_killed_while_it_replaced_an_index(self, tmp_path, index, moved):
+        shutil.copytree(index.path, tmp_path / ".index.replaced")
+        if moved:
+            shutil.copytree(index.path, tmp_path / "index")
+        else:  # the old one is put back, and not replaced unasked
+            with pytest.raises(FileExistsError, match="There already is a dense index"):
+                DenseIndex.build(DOCUMENTS[:2], tmp_path / "index", MODEL)
+            assert len(DenseIndex.load(tmp_path / "index")) == len(index)
+        assert len(DenseIndex.build(DOCUMENTS[:2], tmp_path / "index", MODEL, overwrite=True)) == 2
+        assert [entry.name for entry in tmp_path.iterdir()] == ["index"]
+
 
 CORPUS = [{"id": number, "contents": f"passage {number}. " + "word " * 8} for number in range(320)]
 SCRIPT = """

@@ -188,6 +188,26 @@ class TestSaved:
         assert index.backends[1].identity.partition("#")[2] == before.partition("#")[2]
         assert [entry.name for entry in tmp_path.iterdir()] == ["index"]
 
+    def test_two_at_a_time_are_refused(self, tmp_path, monkeypatch):
+        build = BM25Index.build
+
+        def refused_meanwhile(*args, **kwargs):
+            with pytest.raises(BlockingIOError, match="Another process is building the index"):
+                HybridSearch.build(DOCUMENTS[:2], tmp_path / "index", MODEL)
+            return build(*args, **kwargs)
+
+        monkeypatch.setattr(BM25Index, "build", refused_meanwhile)
+        index = HybridSearch.build(DOCUMENTS, tmp_path / "index", MODEL)
+        assert [len(backend) for backend in index.backends] == [len(DOCUMENTS)] * 2
+
+    def test_what_a_killed_dense_build_left_is_removed(self, tmp_path):
+        shards = tmp_path / ".index.building" / "shards"
+        shards.mkdir(parents=True)
+        for file in (shards / "000000.npy", shards.parent / "lock"):
+            file.touch()
+        HybridSearch.build(DOCUMENTS[:2], tmp_path / "index", MODEL)
+        assert sorted(entry.name for entry in (tmp_path / "index").iterdir()) == ["bm25", "dense", "mempo_hybrid.json"]
+
     def test_bad_corpus_leaves_the_previous_index(self, tmp_path):
         HybridSearch.build(DOCUMENTS, tmp_path / "index", MODEL)
         with pytest.raises(ValueError, match="The corpus holds no documents"):
