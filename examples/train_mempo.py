@@ -8,6 +8,7 @@ quantization among them). The command line overrides it. A run that was killed g
 `--resume_from_checkpoint last`, which begins anew if there is none yet.
 """
 
+import functools
 import importlib
 import os
 import sys
@@ -22,6 +23,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from mempo_trl import MemPOConfig, MemPOTrainer, rewards
+from mempo_trl.data import read_answers
 from mempo_trl.search import BM25Index, CachedSearch, HttpSearch, make_search_tool, open_index
 
 
@@ -112,22 +114,18 @@ def load_questions(arguments: MemPOScriptArguments, evaluates: bool) -> tuple[Da
             raise ValueError(f"`max_eval_samples={arguments.max_eval_samples}` is not allowed: it must be at least 1.")
         parts[1] = parts[1].take(arguments.max_eval_samples)
     if (column := arguments.answers_column) is not None:
-        parts = [part.map(lambda row: {"answers": read_answers(row, column)}) for part in parts]
+        parts = [part.map(functools.partial(with_answers, column=column)) for part in parts]
     return parts[0], parts[1] if evaluates else None
 
 
-def read_answers(row: Mapping[str, Any], column: str) -> list[Any]:
-    """Accepted answers in a row, from a column that may be nested."""
-    value: Any = row
-    for name in column.split("."):
-        if not isinstance(value, Mapping) or name not in value:
-            raise ValueError(f"`answers_column={column}`: there is no {name!r} in {value!r}.")
-        value = value[name]
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        raise ValueError(f"`answers_column={column}`: {value!r} is neither a string nor a list of answers.")
-    return value
+def with_answers(row: Mapping[str, Any], column: str) -> dict[str, Any]:
+    """The column `answers` of a row, from the one that has them."""
+    try:
+        return {"answers": read_answers(row, column)}
+    except KeyError as error:
+        raise ValueError(f"`answers_column={column}`: there is no such column in {row!r}.") from error
+    except ValueError as error:
+        raise ValueError(f"`answers_column={column}`: a row {error}: {row!r}.") from error
 
 
 def load_rewards(names: list[str] | None) -> list[Any] | None:

@@ -149,14 +149,14 @@ def test_questions(tmp_path):
     train, test = script.load_questions(arguments, evaluates=True)
     assert [row["answers"] for row in train] == [[["x"], ["y", "z"]]] * 2
     assert len(list(test)) == 1
-    assert script.read_answers({"answer": "Paris"}, "answer") == ["Paris"]
-    for wrong in ({"target": ["Paris"]}, None, 3, b"Paris"):  # the keys of a mapping would be taken for answers
-        with pytest.raises(ValueError, match=r"`answers_column=answer`: .* is neither a string nor a list"):
-            script.read_answers({"answer": wrong}, "answer")
+    assert script.with_answers({"answer": "Paris"}, "answer") == {"answers": [["Paris"]]}
+    for wrong in (None, "", b"Paris", {"other": ["Paris"]}):  # the keys of a mapping would be taken for answers
+        with pytest.raises(ValueError, match=r"`answers_column=answer`: a row with"):
+            script.with_answers({"answer": wrong}, "answer")
     with pytest.raises(ValueError, match=r"`dataset_test_split=test` is not a split of .*: train, validation"):
         script.load_questions(script.MemPOScriptArguments(dataset_name=str(tmp_path)), evaluates=True)
-    with pytest.raises(ValueError, match="`answers_column=gold`: there is no 'gold'"):
-        script.read_answers({"answer": "Paris"}, "gold")
+    with pytest.raises(ValueError, match="`answers_column=gold`: there is no such column"):
+        script.with_answers({"answer": "Paris"}, "gold")
     with pytest.raises(ValueError, match="`dataset_name` is missing"):
         script.load_questions(script.MemPOScriptArguments(), evaluates=False)
 

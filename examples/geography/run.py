@@ -205,7 +205,10 @@ def walk_through(args: argparse.Namespace) -> list[Done]:
     walk.step("Index the documents", ["mempo", "index", out / "corpus.jsonl", out / "index", "--overwrite"])
     walk.step(
         "Read the questions",
-        *(["mempo", "data", "convert", out / f"{split}.jsonl", file] for split, file in questions.items()),
+        *(
+            ["mempo", "data", "convert", out / f"{split}.jsonl", "--out", file, "--overwrite"]
+            for split, file in questions.items()
+        ),
     )
     base = args.model or args.cache_dir
     if not (base / "config.json").exists() and args.model is None:

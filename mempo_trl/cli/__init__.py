@@ -11,6 +11,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "ask": "Let an agent answer a question.",
     "collect": "Run a model over questions and keep what is worth imitating.",
+    "data": "Look at questions, convert them, compose questions of several objectives.",
     "eval": "Evaluate an agent, or compare two evaluations.",
     "index": "Build a search index of a corpus, or add documents to one.",
     "serve": "Serve a search index over HTTP.",

@@ -6,10 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+from mempo_trl.cli.questions import add_question_arguments
+
 
 TOKEN = "MEMPO_SERVER_TOKEN"
 MODEL = "a checkpoint's folder, a name on the Hub, an endpoint's URL, or with --endpoint what it calls the model"
-QUESTIONS = "questions with answers: a .jsonl, .json or .parquet file, a folder of such, or a data set on the Hub"
 
 
 def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,13 +75,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--samples", type=int, default=1, metavar="N", help="episodes of each question")
     group.add_argument("--max-questions", type=int, metavar="N", help="only the first so many questions")
     group.add_argument("--scorer", default="default", help="how answers are compared: default, squad or mem1")
-    group = parser.add_argument_group("the questions")
-    group.add_argument("--schema", default="auto", help="the form that they are in, see `mempo data`")
-    group.add_argument("--split", help="split of a data set on the Hub")
-    group.add_argument("--config", help="configuration of a data set on the Hub")
-    group.add_argument("--question-column", metavar="NAME", help="column of the questions")
-    group.add_argument("--answers-column", metavar="NAME", help="column of the answers")
-    group.add_argument("--id-column", metavar="NAME", help="column of the ids")
+    add_question_arguments(parser)
 
 
 def agent_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -119,15 +114,6 @@ def open_tools(args: argparse.Namespace) -> list[Any]:
     else:
         backend = open_index(args.search)
     return [make_search_tool(backend, args.search_results, args.query_list)]
-
-
-def open_questions(args: argparse.Namespace, source: str) -> list[dict[str, Any]]:
-    """The questions that the arguments name; what is wrong with some of them is said."""
-    from mempo_trl.data import read_questions
-
-    names = ["schema", "split", "config", "question_column", "answers_column", "id_column"]
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return read_questions(source, **given).rows
 
 
 def text_or_file(text: str) -> str:

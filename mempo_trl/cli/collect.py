@@ -4,15 +4,14 @@ import argparse
 
 from mempo_trl.cli.agents import (
     MODEL,
-    QUESTIONS,
     add_agent_arguments,
     add_run_arguments,
     context_turns,
-    open_questions,
     open_tools,
     run_options,
     text_or_file,
 )
+from mempo_trl.cli.questions import QUESTIONS, open_questions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

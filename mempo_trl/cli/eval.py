@@ -6,13 +6,12 @@ from typing import Any
 
 from mempo_trl.cli.agents import (
     MODEL,
-    QUESTIONS,
     add_agent_arguments,
     add_run_arguments,
-    open_questions,
     open_tools,
     run_options,
 )
+from mempo_trl.cli.questions import QUESTIONS, open_questions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
