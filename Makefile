@@ -1,4 +1,4 @@
-# `make demo`, `make test` and `make test-vllm` need nothing but Python 3.11 and make: they set up `.venv` and
+# `make demo`, `make e2e`, `make test` and `make test-vllm` need nothing but Python 3.11 and make: they set up `.venv` and
 # `.venv-vllm` themselves.
 
 PYTHON ?= python3
@@ -16,10 +16,13 @@ VLLM_TORCH := torch==2.13.0
 # Threads that wait for others do not keep a shared core busy.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test test-vllm lint clean
+.PHONY: demo e2e test test-vllm lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/relay/train.py
+
+e2e: $(VENV)/.installed
+	$(BIN)/python examples/geography/run.py
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest
@@ -35,7 +38,7 @@ lint: $(VENV)/.installed
 $(VENV)/.installed: setup.cfg pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet --editable ".[deepspeed,test,test-search,lint]"
+	$(BIN)/pip install --quiet --editable ".[deepspeed,e2e,test,test-search,lint]"
 	touch $@
 
 $(VLLM_VENV)/.installed: setup.cfg pyproject.toml Makefile tests/vllm_cpu/requirements.py

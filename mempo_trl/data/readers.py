@@ -16,6 +16,7 @@ What is known by its columns:
 
 import json
 import math
+import re
 import unicodedata
 import warnings
 from collections import Counter
@@ -32,6 +33,9 @@ from .sources import read_rows
 Row = dict[str, Any]
 Answers = list[list[str]]
 
+# Where the instructions end and the question begins, in prompts of Search-R1, verl and MEM1.
+_ASKED = re.compile(r"\bQuestion:|\bAnswer (?:all of )?the following (?:\w+ )?questions?:")
+_ANSWER_SPLIT = "<|answer_split|>"  # between the answers of a row of MEM1's that has them in one text
 _SHOWN = 3  # examples of each reason in a report
 
 
@@ -234,12 +238,13 @@ def _question(value: Any) -> str:
 
 
 def _from_prompt(prompt: Any) -> str:
-    """The question that a conversation ends in: what follows "Question:" in the last message, or all of it."""
+    """The question that a conversation ends in: what follows the instructions in the last message, or all of it."""
     messages = prompt if isinstance(prompt, list | tuple) else [{"role": "user", "content": prompt}]
     asked = [message for message in messages if isinstance(message, Mapping) and message.get("role") == "user"]
     content = asked[-1].get("content") if asked else None
-    if isinstance(content, str) and "Question:" in content:
-        content = content.rpartition("Question:")[2].strip().partition("\n")[0]
+    marks = list(_ASKED.finditer(content)) if isinstance(content, str) else []
+    if marks:
+        content = content[marks[-1].end() :].strip().partition("\n")[0]
     return _question(content)
 
 
@@ -279,7 +284,10 @@ def _simple(column: str) -> Callable[[Row], tuple[str, Answers]]:
 
 
 def _verl(row: Row) -> tuple[str, Answers]:
-    return _asked(row), read_answers(row, "reward_model.ground_truth")
+    truth = read_column(row, "reward_model.ground_truth")
+    if isinstance(truth, str) and _ANSWER_SPLIT in truth:
+        truth = [[part] for part in truth.split(_ANSWER_SPLIT)]
+    return _asked(row), _objectives(truth)
 
 
 def _musique(row: Row) -> tuple[str, Answers]:

@@ -173,6 +173,18 @@ def test_ways_to_write_a_ground_truth(tmp_path, truth):
     assert (found["question"], found["answers"]) == ("who?", [["x"]])
 
 
+def test_prompts_and_answers_of_mem1(tmp_path):
+    prompt = (
+        "You will answer multiple questions. <answer>one; two</answer>\nAnswer the following questions: who?; where?\n"
+    )
+    row = {
+        "prompt": [{"role": "user", "content": prompt}],
+        "reward_model": {"style": "rule", "ground_truth": "x<|answer_split|>y"},
+    }
+    [found] = read_questions(write(tmp_path, [row], "parquet")).rows
+    assert (found["question"], found["answers"]) == ("who?; where?", [["x"], ["y"]])
+
+
 def test_yes_and_no_of_natural_questions(tmp_path):
     nothing = {"start_token": [], "text": []}
     rows = [natural_question([nothing, nothing], yes_no) for yes_no in ([-1, 1], [0, -1], [-1, -1])]
