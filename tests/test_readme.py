@@ -31,6 +31,8 @@ def test_the_python_example_runs(tmp_path, monkeypatch):
         example = example.replace(shown, used)
     exec(compile(example, "README.md", "exec"), {})
     assert (tmp_path / "outputs" / "model.safetensors").exists()
+    agent = re.search(r"## From your questions.*?```python\n(.*?)```", README, re.DOTALL).group(1)
+    exec(compile(agent, "README.md", "exec"), {})  # what was trained is run, with the index that was built
 
 
 def test_the_table_of_options_is_complete_and_right(tmp_path):
