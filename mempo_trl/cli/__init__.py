@@ -42,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args.run(args)
     except (ValueError, OSError, ImportError, RuntimeError) as error:
-        print(f"mempo {args.command}: {error}", file=sys.stderr)
+        message = str(error)
+        if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+            message = f"{error.filename}: {error.strerror}."  # without the number
+        print(f"mempo {args.command}: {message}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

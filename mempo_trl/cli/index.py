@@ -118,7 +118,10 @@ def _bm25_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options of `BM25Index.build` that were given."""
     options: dict[str, Any] = {"stem": args.stem, "stop_words": args.stop_words, "ngram": args.ngram}
     if args.stop_words is not None and Path(args.stop_words).is_file():
-        options["stop_words"] = Path(args.stop_words).read_text(encoding="utf-8").split()
+        try:
+            options["stop_words"] = Path(args.stop_words).read_text(encoding="utf-8").split()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--stop-words: {args.stop_words} is not text in UTF-8 ({error}).") from error
     if args.no_store_text:
         options["store_text"] = False
     return {name: value for name, value in options.items() if value is not None}

@@ -20,7 +20,7 @@ import tantivy
 from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
-from mempo_trl.search.arguments import distinct_queries
+from mempo_trl.search.arguments import check_counts, distinct_queries
 from mempo_trl.search.corpus import (
     SPACELESS,
     Columns,
@@ -29,10 +29,11 @@ from mempo_trl.search.corpus import (
     Document,
     SearchResult,
     documents_of,
+    holds_nothing,
     is_same_corpus,
     parse_line,
 )
-from mempo_trl.search.folders import read_metadata
+from mempo_trl.search.folders import read_metadata, told_if_full
 from mempo_trl.search.threads import map_in_threads
 
 
@@ -274,10 +275,10 @@ class BM25Index:
         """
         path = Path(path).expanduser().resolve()
         _check_target(path, overwrite)
-        metadata = _Metadata("", 0, stem, _stop_words(stop_words), ngram, store_text)
-        _check_options(metadata)
+        options = check_options(stem=stem, stop_words=stop_words, ngram=ngram, store_text=store_text)
+        metadata = _Metadata("", **options)
         documents = documents_of(corpus)
-        with _exclusive(path):
+        with _exclusive(path), told_if_full(path):
             # Once more: another process may have finished meanwhile.
             _check_target(path, overwrite)
             return _write(path, documents, metadata)
@@ -331,7 +332,7 @@ class BM25Index:
                 but one uncompressed `.jsonl` file.
         """
         documents = documents_of(corpus)
-        with _exclusive(self.path):
+        with _exclusive(self.path), told_if_full(self.path):
             # From what is there now: another process may have added something since this index was opened.
             metadata = _read_metadata(self.path)
             if isinstance(documents, CorpusReader) and _source_of(documents, metadata) is not None:
@@ -413,15 +414,24 @@ def _stop_words(words: str | Iterable[str] | None) -> str | list[str] | None:
     return terms
 
 
-def _check_options(metadata: _Metadata) -> None:
-    if metadata.stem is not None and metadata.stem not in STEMMERS:
-        raise ValueError(f"stem must be one of {', '.join(STEMMERS)}, got {metadata.stem!r}.")
-    if isinstance(metadata.stop_words, str) and metadata.stop_words not in STOP_WORDS:
-        raise ValueError(
-            f"stop_words must be one of {', '.join(STOP_WORDS)}, or a list of words, got {metadata.stop_words!r}."
-        )
-    if metadata.ngram < 1:
-        raise ValueError(f"ngram must be at least 1, got {metadata.ngram}.")
+def check_options(
+    *,
+    stem: str | None = None,
+    stop_words: str | Iterable[str] | None = None,
+    ngram: int = 2,
+    store_text: bool = True,
+) -> dict[str, Any]:
+    """Check options of `BM25Index.build` before anything is read, and return them as an index keeps them.
+
+    Raises:
+        ValueError: If one does not fit.
+    """
+    if stem is not None and stem not in STEMMERS:
+        raise ValueError(f"stem must be one of {', '.join(STEMMERS)}, got {stem!r}.")
+    if isinstance(stop_words, str) and stop_words not in STOP_WORDS:
+        raise ValueError(f"stop_words must be one of {', '.join(STOP_WORDS)}, or a list of words, got {stop_words!r}.")
+    check_counts(ngram=(ngram, 1))
+    return {"stem": stem, "stop_words": _stop_words(stop_words), "ngram": ngram, "store_text": store_text}
 
 
 @contextmanager
@@ -525,7 +535,7 @@ def _index(documents: Iterator[Document], folder: Path, metadata: _Metadata) -> 
             writer.add_document(entry)
             hashes.append(hash(document.id))
         if not hashes:
-            raise ValueError("The corpus holds no documents.")
+            raise ValueError(holds_nothing(documents))
         writer.commit()
     finally:
         # Also after an error: until this returns, the writer's threads may still create files in the folder.

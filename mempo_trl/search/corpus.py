@@ -267,6 +267,12 @@ def documents_of(corpus: Corpus) -> Iterator[Document]:
     return (parse_document(record, f"Document {number} of the corpus") for number, record in enumerate(corpus, start=1))
 
 
+def holds_nothing(documents: Iterable[Document]) -> str:
+    """The sentence about a corpus without any document."""
+    name = documents.source if isinstance(documents, CorpusReader) else "The corpus"
+    return f"{name} holds no documents."
+
+
 def is_same_corpus(source: str | Path | CorpusReader, fingerprint: Mapping[str, Any]) -> bool:
     """Whether a corpus is the one that was read when `CorpusReader.fingerprint` was made.
 

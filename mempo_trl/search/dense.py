@@ -16,8 +16,16 @@ from tqdm.auto import tqdm
 
 from mempo_trl.search import documents as stored
 from mempo_trl.search.arguments import check_counts, distinct_queries
-from mempo_trl.search.corpus import Corpus, SearchResult, documents_of
-from mempo_trl.search.folders import building_folder, check_target, move_into_place, read_metadata, write_json
+from mempo_trl.search.corpus import Corpus, SearchResult, documents_of, holds_nothing
+from mempo_trl.search.folders import (
+    building_folder,
+    check_target,
+    move_into_place,
+    put_back,
+    read_metadata,
+    told_if_full,
+    write_json,
+)
 
 
 try:
@@ -166,9 +174,9 @@ class DenseIndex:
             trust_remote_code=trust_remote_code,
         )
         settings: dict[str, Any] = {**encoder.settings, "embedding_dtype": embedding_dtype}
-        if factory is not None:
-            make_faiss(encoder.dimension, factory, parameters)  # a wrong one is told before hours of encoding
-        with building_folder(path) as building:
+        # Wrong ones are told before hours of encoding. What an IVF has not, the default for few documents has neither.
+        make_faiss(encoder.dimension, factory or default_factory(FLAT_DOCUMENTS + 1)[0], parameters)
+        with told_if_full(path), building_folder(path) as building:
             complete, shards = building / "index", building / "shards"
             try:
                 # Once more: another process may have finished meanwhile.
@@ -178,7 +186,7 @@ class DenseIndex:
                 progress = tqdm(documents, desc="Reading", unit=" documents", disable=None)
                 count, digest = stored.write_documents(progress, complete)
                 if not count:
-                    raise ValueError("The corpus holds no documents.")
+                    raise ValueError(holds_nothing(documents))
                 if factory is None:
                     factory, default_parameters = default_factory(count, embedding_dtype)
                     parameters = parameters or default_parameters
@@ -239,6 +247,7 @@ class DenseIndex:
                 cannot be loaded or is not the one that the passages were encoded with.
         """
         path = Path(path).expanduser().resolve()
+        put_back(path)
         metadata = _read_metadata(path)
         device = device or get_device_name()
         try:
@@ -689,6 +698,9 @@ def _set_parameters(index: Any, parameters: str) -> None:
             f'parameters must be faiss search parameters that the index has, such as "nprobe=64", got {parameters!r}: '
             f"{_reason(error)}."
         ) from error
+    ivf = faiss.try_extract_index_ivf(index)
+    if ivf and not 1 <= ivf.nprobe < 1 << 31:  # which fails at the first search
+        raise ValueError(f"nprobe must be at least 1 among the parameters, got {parameters!r}.")
 
 
 def _reason(error: Exception) -> str:

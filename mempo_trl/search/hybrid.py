@@ -7,7 +7,15 @@ from typing import Any
 
 from mempo_trl.search.arguments import check_counts, distinct_queries
 from mempo_trl.search.corpus import Corpus, Document, SearchResult
-from mempo_trl.search.folders import building_folder, check_target, move_into_place, read_metadata, write_json
+from mempo_trl.search.folders import (
+    building_folder,
+    check_target,
+    move_into_place,
+    put_back,
+    read_metadata,
+    told_if_full,
+    write_json,
+)
 from mempo_trl.search.indexes import open_index
 from mempo_trl.search.threads import map_in_threads
 from mempo_trl.search.tool import SearchBackend
@@ -82,33 +90,31 @@ class HybridSearch:
             ImportError: If the extra `dense` is not installed.
             FileNotFoundError, ValueError, BlockingIOError: As of `DenseIndex.build`.
         """
-        from mempo_trl.search.bm25 import BM25Index
+        from mempo_trl.search.bm25 import BM25Index, check_options
         from mempo_trl.search.dense import DenseIndex
 
         path = Path(path).expanduser().resolve()
         check_target(path, METADATA, _KIND, overwrite)
         _check_options(rank_constant, depth)
-        with building_folder(path) as building:
-            try:
-                # Once more: another process may have finished meanwhile.
-                check_target(path, METADATA, _KIND, overwrite)
-                # The dense index has what takes long. It stores the documents, so an iterator is read only once.
-                dense_index = DenseIndex.build(corpus, building / "dense", model, overwrite=True, **(dense or {}))
-                BM25Index.build(dense_index.documents, building / "bm25", overwrite=True, **(bm25 or {}))
-                write_json(
-                    building / METADATA,
-                    {"format": _FORMAT, "backends": _BACKENDS, "rank_constant": rank_constant, "depth": depth},
-                )
-                for leftover in building.iterdir():
-                    if leftover.is_dir() and leftover.name not in _BACKENDS:
-                        shutil.rmtree(leftover, ignore_errors=True)
-                    elif leftover.is_file() and leftover.name != METADATA:
-                        leftover.unlink()
-                move_into_place(building, path)
-            finally:
-                # A build that did not come to encoding leaves no trace.
-                if building.is_dir() and all(entry.name == "lock" for entry in building.iterdir()):
-                    shutil.rmtree(building, ignore_errors=True)
+        of_bm25 = check_options(**(bm25 or {}))  # a wrong one is told before hours of encoding
+        if not of_bm25["store_text"]:
+            raise ValueError("bm25 cannot have store_text=False: a hybrid index holds the texts anyway.")
+        with told_if_full(path), building_folder(path) as building:
+            # Once more: another process may have finished meanwhile.
+            check_target(path, METADATA, _KIND, overwrite)
+            # The dense index has what takes long. It stores the documents, so an iterator is read only once.
+            dense_index = DenseIndex.build(corpus, building / "dense", model, overwrite=True, **(dense or {}))
+            BM25Index.build(dense_index.documents, building / "bm25", overwrite=True, **of_bm25)
+            write_json(
+                building / METADATA,
+                {"format": _FORMAT, "backends": _BACKENDS, "rank_constant": rank_constant, "depth": depth},
+            )
+            for leftover in building.iterdir():
+                if leftover.is_dir() and leftover.name not in _BACKENDS:
+                    shutil.rmtree(leftover, ignore_errors=True)
+                elif leftover.is_file() and leftover.name != METADATA:
+                    leftover.unlink()
+            move_into_place(building, path)
         return cls.load(path, device=(dense or {}).get("device"))
 
     @classmethod
@@ -124,6 +130,7 @@ class HybridSearch:
             ValueError: If one is damaged, or of a version that cannot be read, or the model cannot be loaded.
         """
         path = Path(path).expanduser().resolve()
+        put_back(path)
         metadata = read_metadata(path, METADATA, _FORMAT, _KIND, "HybridSearch.build")
         try:
             names, rank_constant, depth = metadata["backends"], metadata["rank_constant"], metadata["depth"]

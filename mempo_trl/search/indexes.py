@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from mempo_trl.search.folders import put_back
 from mempo_trl.search.tool import SearchBackend
 
 
@@ -15,10 +16,14 @@ def open_index(path: str | Path, device: str | None = None) -> SearchBackend:
 
     Raises:
         FileNotFoundError: If there is no index at `path`.
+        NotADirectoryError: If a file is there.
         ValueError: If it is damaged, or of a version that cannot be read, or its model cannot be loaded.
         ImportError: If it is dense and the extra `dense` is not installed.
     """
     path = Path(path).expanduser()
+    put_back(path.resolve())
+    if path.is_file():
+        raise NotADirectoryError(f"{path} is a file; give the folder of an index.")
     if (path / "mempo_bm25.json").is_file():
         from mempo_trl.search.bm25 import BM25Index
 

@@ -89,6 +89,35 @@ def test_what_is_not_there(tmp_path, capsys):
     assert "There is no BM25 index at" in capsys.readouterr().err
 
 
+def test_what_is_nothing_to_index(tmp_path, corpus, capsys):
+    empty, folder = tmp_path / "empty.jsonl", tmp_path / "folder"
+    empty.touch()
+    folder.mkdir()
+    for source, message in ((empty, f"{empty} holds no documents."), (folder, f"The folder {folder} holds no .jsonl")):
+        assert main(["index", str(source), str(tmp_path / "index")]) == 1
+        assert capsys.readouterr().err.startswith(f"mempo index: {message}")
+    assert main(["index", str(corpus), str(corpus / "index")]) == 1
+    assert capsys.readouterr().err == f"mempo index: {corpus / 'index'}: Not a directory.\n"
+    assert main(["index", str(corpus), str(corpus)]) == 1
+    assert "exists and is not a BM25 index; choose another path." in capsys.readouterr().err
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["corpus.jsonl", "empty.jsonl", "folder"]
+
+
+def test_bad_options_are_refused_before_the_corpus_is_read(tmp_path, corpus, capsys):
+    corpus.write_text("not JSON\n")
+    (tmp_path / "stop.txt").write_bytes(b"\xff\xfe")
+    for options, message in (
+        (["--ngram", "0"], "`ngram=0` is not allowed"),
+        (["--stem", "klingon"], "stem must be one of"),
+        (["--stop-words", "klingon"], "stop_words must be one of"),
+        (["--stop-words", str(tmp_path / "stop.txt")], f"--stop-words: {tmp_path / 'stop.txt'} is not text in UTF-8"),
+        (["--kind", "hybrid", "--model", str(encoder()), "--stem", "klingon"], "stem must be one of"),
+        (["--kind", "dense", "--model", str(encoder()), "--parameters", "x=1"], "parameters must be faiss search"),
+    ):
+        assert main(["index", str(corpus), str(tmp_path / "index"), *options]) == 1
+        assert capsys.readouterr().err.startswith(f"mempo index: {message}")
+
+
 def test_dense_and_hybrid(tmp_path, corpus, capsys):
     for kind in ("dense", "hybrid"):
         assert main(["index", str(corpus), str(tmp_path / kind), "--kind", kind, "--model", str(encoder())]) == 0

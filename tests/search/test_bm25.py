@@ -271,7 +271,7 @@ class TestBuild:
             ({"stop_words": "greek"}, "stop_words must be one of danish, .*, got 'greek'"),
             ({"stop_words": ["of the"]}, "must be one word, got 'of the'"),
             ({"stop_words": ["…"]}, "must be one word, got '…'"),
-            ({"ngram": 0}, "ngram must be at least 1, got 0"),
+            ({"ngram": 0}, "`ngram=0` is not allowed: it must be a whole number, at least 1"),
             ({"store_text": False}, "must be one uncompressed .jsonl file"),
         ],
     )

@@ -16,9 +16,10 @@ import pytest
 from passages import DOCUMENTS, PARAPHRASES
 from support import encoder
 
-from mempo_trl.search import DenseIndex, Document, SearchResult
+from mempo_trl.search import DenseIndex, Document, SearchResult, folders, open_index
 from mempo_trl.search import dense as dense_module
 from mempo_trl.search.dense import Encoder, Vectors, default_factory, default_prefixes, make_faiss, search_faiss
+from mempo_trl.search.folders import building_folder
 
 
 MODEL = encoder()
@@ -428,6 +429,8 @@ class TestBuild:
             ({"embedding_dtype": "int8"}, "embedding_dtype must be one of float16, float32; got 'int8'"),
             ({"factory": "Tree"}, "factory must be a faiss factory string .* got 'Tree': could not parse"),
             ({"factory": "Flat", "parameters": "nprobe=4"}, "parameters must be faiss search parameters .* 'nprobe=4'"),
+            ({"factory": "IVF2,Flat", "parameters": "nprobe=0"}, "nprobe must be at least 1 .* got 'nprobe=0'"),
+            ({"factory": "IVF2,Flat", "parameters": "nprobe=-1"}, "nprobe must be at least 1 .* got 'nprobe=-1'"),
         ],
     )
     def test_wrong_options(self, tmp_path, options, reason):
@@ -468,6 +471,34 @@ class TestBuild:
         with pytest.raises(ValueError, match=r"parameters must be faiss search parameters .* got 'nprobe=3'"):
             DenseIndex.build(DOCUMENTS, tmp_path / "index", MODEL, parameters="nprobe=3")
         assert list(tmp_path.iterdir()) == []
+
+    def test_parameters_that_no_index_has_are_refused_before_reading(self, tmp_path):
+        def corpus():
+            pytest.fail("The corpus was read.")
+            yield
+
+        with pytest.raises(ValueError, match=r"parameters must be faiss search parameters .* got 'nprobes=3'"):
+            DenseIndex.build(corpus(), tmp_path / "index", MODEL, parameters="nprobes=3")
+
+    @pytest.mark.parametrize("load", [DenseIndex.load, open_index])
+    def test_loading_puts_back_what_a_killed_build_moved_away(self, tmp_path, index, load):
+        shutil.copytree(index.path, tmp_path / ".index.replaced")
+        assert len(load(tmp_path / "index")) == len(index)
+        assert [entry.name for entry in tmp_path.iterdir()] == ["index"]
+
+    def test_loading_waits_while_another_process_replaces_the_index(self, tmp_path, index, monkeypatch):
+        shutil.copytree(index.path, tmp_path / "index")
+        replaced = tmp_path / ".index.replaced"
+        with building_folder(tmp_path / "index"):
+            (tmp_path / "index").rename(replaced)
+            monkeypatch.setattr(folders.time, "sleep", lambda seconds: replaced.rename(tmp_path / "index"))
+            assert len(DenseIndex.load(tmp_path / "index")) == len(index)
+
+    def test_what_cannot_be_put_back_is_named(self, tmp_path, index):
+        shutil.copytree(index.path, tmp_path / ".index.replaced")
+        (tmp_path / ".index.building").touch()  # as if nothing could be made there
+        with pytest.raises(OSError, match=r"cannot be put back .*: rename .*\.index\.replaced to .*index"):
+            DenseIndex.load(tmp_path / "index")
 
     @pytest.mark.parametrize("moved", [False, True])
     def test_killed_while_it_replaced_an_index(self, tmp_path, index, moved):

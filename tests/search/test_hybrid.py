@@ -178,9 +178,34 @@ class TestSaved:
         assert sorted(entry.name for entry in (tmp_path / "index").iterdir()) == ["bm25", "dense", "mempo_hybrid.json"]
         assert [entry.name for entry in tmp_path.iterdir()] == ["index"]
 
-    def test_an_interrupted_build_keeps_the_dense_index(self, tmp_path):
-        with pytest.raises(TypeError, match="no_such_option"):
-            HybridSearch.build(DOCUMENTS, tmp_path / "index", MODEL, bm25={"no_such_option": 1})
+    @pytest.mark.parametrize(
+        ("options", "error", "reason"),
+        [
+            ({"stem": "klingon"}, ValueError, "stem must be one of"),
+            ({"store_text": False}, ValueError, "bm25 cannot have store_text=False"),
+            ({"no_such_option": 1}, TypeError, "no_such_option"),
+        ],
+    )
+    def test_wrong_options_of_bm25_are_refused_before_encoding(self, tmp_path, options, error, reason):
+        def corpus():
+            pytest.fail("The corpus was read.")
+            yield
+
+        with pytest.raises(error, match=reason):
+            HybridSearch.build(corpus(), tmp_path / "index", MODEL, bm25=options)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_options_may_be_iterators(self, tmp_path):
+        index = HybridSearch.build(DOCUMENTS, tmp_path / "index", MODEL, bm25={"stop_words": iter(["the"])})
+        assert index.backends[0].search(["the"]) == [[]]
+
+    def test_an_interrupted_build_keeps_the_dense_index(self, tmp_path, monkeypatch):
+        def interrupt(*args, **kwargs):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(BM25Index, "build", interrupt)
+            HybridSearch.build(DOCUMENTS, tmp_path / "index", MODEL)
         assert [entry.name for entry in tmp_path.iterdir()] == [".index.building"]
         before = DenseIndex.load(tmp_path / ".index.building" / "dense").identity
         index = HybridSearch.build(DOCUMENTS, tmp_path / "index", MODEL)

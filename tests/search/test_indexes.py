@@ -24,6 +24,9 @@ def test_no_index(tmp_path):
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(FileNotFoundError, match=rf"There is no index at {path}; make one with BM25Index\.build, "):
             open_index(path)
+    (tmp_path / "index.jsonl").touch()
+    with pytest.raises(NotADirectoryError, match=r"index\.jsonl is a file; give the folder of an index"):
+        open_index(tmp_path / "index.jsonl")
 
 
 def test_dense_search_says_which_extra_it_needs():
