@@ -25,6 +25,7 @@ from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_qu
 from mempo_trl import MemPOConfig, MemPOTrainer, rewards
 from mempo_trl.data import read_answers
 from mempo_trl.search import BM25Index, CachedSearch, HttpSearch, make_search_tool, open_index
+from mempo_trl.search.arguments import token_of_environment
 
 
 @dataclass
@@ -78,8 +79,7 @@ def open_search(arguments: MemPOScriptArguments):
     if arguments.search is None:
         raise ValueError("`search` is missing: give the URL of a search server, or the path of a BM25 index.")
     if arguments.search.startswith(("http://", "https://")):
-        token = os.environ.get("MEMPO_SERVER_TOKEN")
-        return HttpSearch(arguments.search, timeout=arguments.search_timeout, token=token)
+        return HttpSearch(arguments.search, timeout=arguments.search_timeout, token=token_of_environment())
     path = Path(arguments.search).expanduser()
     if arguments.corpus is None:
         if not path.exists():

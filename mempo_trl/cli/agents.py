@@ -2,14 +2,13 @@
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from mempo_trl.cli.questions import add_question_arguments
+from mempo_trl.search.arguments import TOKEN_VARIABLE, token_of_environment
 
 
-TOKEN = "MEMPO_SERVER_TOKEN"
 MODEL = "a checkpoint's folder, a name on the Hub, an endpoint's URL, or with --endpoint what it calls the model"
 
 
@@ -50,7 +49,9 @@ def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, default=0, help="of everything that is random")
 
     group = parser.add_argument_group("search")
-    group.add_argument("--search", metavar="URL|FOLDER", help=f"a search server (its token is in {TOKEN}), or an index")
+    group.add_argument(
+        "--search", metavar="URL|FOLDER", help=f"a search server (its token is in {TOKEN_VARIABLE}), or an index"
+    )
     group.add_argument("--search-results", type=int, default=3, metavar="N", help="documents that a search gives")
     group.add_argument("--query-list", action="store_true", help="the tool takes a list of queries, as verl's does")
 
@@ -110,7 +111,7 @@ def open_tools(args: argparse.Namespace) -> list[Any]:
     from mempo_trl.search import HttpSearch, make_search_tool, open_index
 
     if args.search.startswith(("http://", "https://")):
-        backend: Any = HttpSearch(args.search, token=os.environ.get(TOKEN) or None)
+        backend: Any = HttpSearch(args.search, token=token_of_environment())
     else:
         backend = open_index(args.search)
     return [make_search_tool(backend, args.search_results, args.query_list)]

@@ -2,13 +2,11 @@
 
 import argparse
 import logging
-import os
 from pathlib import Path
 
+from mempo_trl.search.arguments import TOKEN_VARIABLE, token_of_environment
 from mempo_trl.search.limits import ServerLimits
 
-
-TOKEN = "MEMPO_SERVER_TOKEN"
 
 # Options, the fields of `ServerLimits` that they set, and what those limit.
 LIMITS = {
@@ -27,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.description = (
         "Serve a search index over HTTP, in the protocol of Search-R1, verl and MEM1. If the environment variable "
-        f"{TOKEN} is set, requests must bear it as their token. SIGTERM or SIGINT ends the server when it has answered "
-        "what it took."
+        f"{TOKEN_VARIABLE} is set, requests must bear it as their token. SIGTERM or SIGINT ends the server when it has "
+        "answered what it took."
     )
     parser.add_argument("index", type=Path, help="folder of the index")
     parser.add_argument("--host", default="127.0.0.1", help="name or address of the interface to listen on")
@@ -47,15 +45,16 @@ def run(args: argparse.Namespace) -> None:
     from mempo_trl.search.server import serve
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    limits = {limit: getattr(args, option.replace("-", "_")) for option, (limit, _) in LIMITS.items()}
+    limits = ServerLimits(**{limit: getattr(args, option.replace("-", "_")) for option, (limit, _) in LIMITS.items()})
+    token = token_of_environment()
     serve(
         open_index(args.index),
         host=args.host,
         port=args.port,
         name=args.index.resolve().name,
         topk=args.topk,
-        token=os.environ.get(TOKEN) or None,
+        token=token,
         workers=args.workers,
-        limits=ServerLimits(**limits),
+        limits=limits,
         access_log=args.access_log,
     )

@@ -1,7 +1,12 @@
 """Checks of what searches are asked for, and how."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
+
+
+# The environment variable of a search server's token, for the server and for who asks it.
+TOKEN_VARIABLE = "MEMPO_SERVER_TOKEN"
 
 
 def distinct_queries(queries: Sequence[str], k: int) -> list[str]:
@@ -33,3 +38,22 @@ def check_counts(**counts: tuple[Any, int]) -> None:
     for name, (value, least) in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"`{name}={value!r}` is not allowed: it must be a whole number, at least {least}.")
+
+
+def clean_token(token: str | None) -> str | None:
+    """A token without the white space around it, as the newline of a file that it was read from.
+
+    Raises:
+        ValueError: If nothing is left of it, or it is not printable ASCII.
+    """
+    if token is None:
+        return None
+    token = token.strip()
+    if not (token and token.isascii() and token.isprintable()):
+        raise ValueError(f"The token ({TOKEN_VARIABLE}) must be printable ASCII, and not be empty.")
+    return token
+
+
+def token_of_environment() -> str | None:
+    """The token of a search server in the environment variable `TOKEN_VARIABLE`, if it is set; see `clean_token`."""
+    return clean_token(os.environ.get(TOKEN_VARIABLE) or None)

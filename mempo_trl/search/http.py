@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from mempo_trl.search.arguments import check_counts, distinct_queries
+from mempo_trl.search.arguments import check_counts, clean_token, distinct_queries
 from mempo_trl.search.corpus import SearchResult
 from mempo_trl.search.transport import Transport
 
@@ -23,7 +23,7 @@ class HttpSearch:
         retries: Attempts after a first one that found no server, a busy or broken one (429, 5xx), or no results.
         max_batch: Queries in one request. More of them are sent in several.
         max_query_length: Characters of a query that are sent.
-        token: Sent as `Authorization: Bearer …`, if given.
+        token: Sent as `Authorization: Bearer …`, if given, without white space around it.
         connection: How to retry and when to give up, see [`Transport`]: `patience`, `backoff`, `failures_to_open`,
             `cooldown`.
 
@@ -31,7 +31,7 @@ class HttpSearch:
         identity: What its results depend on, for a cache: the URL.
 
     Raises:
-        ValueError: If `url` is none, or a number is out of its range.
+        ValueError: If `url` is none, the token is empty or not printable ASCII, or a number is out of its range.
     """
 
     def __init__(
@@ -53,8 +53,7 @@ class HttpSearch:
             fits = False
         if not fits:
             raise ValueError(f"`url={url!r}` is no URL of a server: give one like http://localhost:8000/retrieve.")
-        if token is not None and not (token.isascii() and token.isprintable() and token.strip()):
-            raise ValueError("`token` is not allowed: it must be printable ASCII, and not be empty.")
+        token = clean_token(token)
         check_counts(max_batch=(max_batch, 1), max_query_length=(max_query_length, 1))
         if not parts.path.strip("/"):
             parts = parts._replace(path="/retrieve")

@@ -5,16 +5,19 @@ import contextlib
 import ipaddress
 import json
 import logging
+import os
 import reprlib
 import secrets
 import signal
 import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from mempo_trl.search.arguments import clean_token
 from mempo_trl.search.corpus import Document
 from mempo_trl.search.limits import ServerLimits
 from mempo_trl.search.tool import SearchBackend
@@ -48,6 +51,7 @@ logger = logging.getLogger(__name__)
 # Seconds that a connection without a request stays open. Long, since trainers search between long steps, and a request
 # that meets a closing connection fails.
 _KEEP_ALIVE = 75
+_SPARE_FILES = 16  # that the process may want to open beside its connections
 _SEARCH_PATH = "/retrieve"
 _CLIENT_GONE = 499  # as nginx counts requests whose client went away; nobody receives it
 
@@ -78,20 +82,19 @@ def make_app(
         name: What `/health` calls the index.
         topk: Documents for each query of a request that does not say.
         token: If given, requests must have the header `Authorization: Bearer <token>`, except that `/health` tells
-            anyone whether the server is ready.
+            anyone whether the server is ready. White space around it does not count.
         workers: Searches at the same time.
         limits: What to accept, `ServerLimits()` if `None`.
 
     Raises:
-        ValueError: If a number is out of its range, or the token is empty or not ASCII.
+        ValueError: If a number is out of its range, or the token is empty or not printable ASCII.
     """
     limits = limits or ServerLimits()
     if not 1 <= topk <= limits.topk:
         raise ValueError(f"topk must be between 1 and the limit {limits.topk}, got {topk!r}.")
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers!r}.")
-    if token is not None and not (token.isascii() and token.strip()):
-        raise ValueError("The token must be ASCII text and not be empty.")
+    token = clean_token(token)
     metrics = _Metrics()
     batcher = _Batcher(backend, workers, limits, metrics)
     about = {"index": name, "documents": _length(backend), "identity": getattr(backend, "identity", None), "topk": topk}
@@ -144,7 +147,8 @@ def serve(
     """Serve a backend over HTTP until SIGTERM or SIGINT; must run in the main thread.
 
     When it is ready, it prints one line to stdout that ends with its URL. At the first signal it accepts no more
-    connections, finishes the requests that it has, and returns; a second signal kills the process.
+    connections, finishes the requests that it has, and returns; a second signal kills the process. Connections beyond
+    the process's limit of open files wait until others are closed.
 
     Args:
         backend: See `make_app`, also for `name`, `topk`, `token`, `workers` and `limits`.
@@ -176,7 +180,7 @@ def serve(
                 "Anyone who reaches %s can search: this is not a loopback address, and there is no token.", address
             )
         url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
-        _Server(config, f"Serving {name} at {url}").run(sockets=[listener])
+        _Server(config, listener, f"Serving {name} at {url}").run(sockets=[])
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -570,14 +574,64 @@ class _Protocol(H11Protocol):
             self.transport.abort()
 
 
+def _most_connections() -> int:
+    """How many connections the limit of open files leaves room for."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return sys.maxsize
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    return max(1, limit - len(os.listdir("/dev/fd")) - _SPARE_FILES)
+
+
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, announcement: str):
+    """uvicorn's, but it accepts connections by itself, no more than there can be.
+
+    asyncio's servers accept until there are no file descriptors left, and then again and again, with a traceback each.
+    """
+
+    def __init__(self, config: uvicorn.Config, listener: socket.socket, announcement: str):
         super().__init__(config)
+        self._listener = listener
         self._announcement = announcement
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self._listener.setblocking(False)
+        self._listener.listen(self.config.backlog)
+        self._accepting = asyncio.create_task(self._accept(_most_connections()))
         print(self._announcement, flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._accepting.cancel()
+        await asyncio.wait([self._accepting])
+        self._listener.close()
+        await super().shutdown(sockets)
+
+    async def _accept(self, most: int) -> None:
+        loop = asyncio.get_running_loop()
+        told = False
+        while True:
+            if len(self.server_state.connections) >= most:
+                if not told:
+                    logger.warning("There are %d connections; others wait, since no more files may be open.", most)
+                    told = True
+                await asyncio.sleep(0.05)
+                continue
+            try:
+                connection, _ = await loop.sock_accept(self._listener)
+                await loop.connect_accepted_socket(self._make_protocol, connection)
+            except ConnectionAbortedError:
+                continue
+            except Exception as error:
+                logger.warning("A connection was not accepted: %s.", error)
+                await asyncio.sleep(1)
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        make: Any = self.config.http_protocol_class
+        return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -24,13 +24,16 @@ WORDS = "amber birch cedar delta ember fjord grove haven inlet jetty".split()
 
 # A backend that writes down what it is asked, and answers only while there is a file "open".
 GATED = """
-import json, sys, time
+import json, resource, sys, time
 from pathlib import Path
 from mempo_trl.search import Document
 from mempo_trl.search.limits import ServerLimits
 from mempo_trl.search.server import serve
 
 folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
+files = options.pop("files", None)
+if files:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
 
 class Gated:
     def search(self, queries, k):
@@ -371,6 +374,22 @@ def test_overload(start, pool):
     assert server.post({"queries": ["d", "e"]}).status_code == 200
 
 
+def test_more_connections_than_files_wait(start, pool):
+    # As many as the process may have, less what it needs itself: about 20 connections.
+    server = start(timeout=3600.0, files=64)
+    server.open()
+    with contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(server.connect()) for _ in range(100)]
+        wait_until(lambda: "others wait" in server.errors.read_text())
+        waiting = pool.submit(server.post, {"queries": ["a"]})
+        for connection in idle:
+            connection.close()
+        assert waiting.result().status_code == 200
+    assert [r.status_code for r in pool.map(server.post, [{"queries": ["a"]}] * 64)] == [200] * 64
+    assert server.end(signal.SIGTERM) == 0
+    assert len(server.errors.read_text().splitlines()) == 1
+
+
 def test_nothing_is_searched_for_a_client_that_went_away(start, pool):
     server = start()
     first = server.begin(pool)
@@ -432,7 +451,7 @@ def test_killed_while_loaded(start, pool):
 
 def test_token(index, tmp_path):
     command = ["-m", "mempo_trl.cli", "serve", index.path, "--port", 0]
-    server = Server(command, tmp_path / "stderr", MEMPO_SERVER_TOKEN="open sesame")
+    server = Server(command, tmp_path / "stderr", MEMPO_SERVER_TOKEN="open sesame\n")
     body = {"queries": ["amber"]}
     for headers in (
         {},
@@ -486,7 +505,7 @@ def test_options(index, tmp_path):
     assert '"POST /retrieve HTTP/1.1" 200' in server.errors.read_text()
 
 
-def run_cli(*arguments):
+def run_cli(*arguments, **environment):
     command = [sys.executable, "-m", "mempo_trl.cli", "serve", *map(str, arguments)]
     return subprocess.run(
         command,
@@ -494,7 +513,7 @@ def run_cli(*arguments):
         text=True,
         timeout=PATIENCE,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
     )
 
 
@@ -504,6 +523,16 @@ def test_what_goes_wrong_at_the_start(server, index, tmp_path):
     assert taken.stderr == f"mempo serve: Cannot listen on 127.0.0.1, port {server.port}: Address already in use.\n"
     missing = run_cli(tmp_path)
     assert missing.returncode == 1 and len(missing.stderr.splitlines()) == 1
+    a_file = run_cli(ROOT / "setup.cfg")
+    assert (a_file.returncode, a_file.stderr) == (
+        1,
+        f"mempo serve: {ROOT / 'setup.cfg'} is a file; give the folder of an index.\n",
+    )
+    no_token = run_cli(index.path, MEMPO_SERVER_TOKEN="öffne")
+    assert (no_token.returncode, no_token.stderr) == (
+        1,
+        "mempo serve: The token (MEMPO_SERVER_TOKEN) must be printable ASCII, and not be empty.\n",
+    )
     narrow = run_cli(index.path, "--max-queue", 10)
     assert narrow.returncode == 1 and "(10) must not be below" in narrow.stderr
 
@@ -513,7 +542,7 @@ def test_arguments_are_checked(index):
         ({"topk": 0}, "topk must be between 1 and the limit 1000, got 0"),
         ({"topk": 1001}, "topk must be between 1 and the limit 1000, got 1001"),
         ({"workers": 0}, "workers must be at least 1"),
-        ({"token": " "}, "token must be ASCII"),
+        ({"token": " "}, r"token \(MEMPO_SERVER_TOKEN\) must be printable ASCII"),
     ):
         with pytest.raises(ValueError, match=sentence):
             make_app(index, **arguments)
