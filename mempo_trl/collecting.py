@@ -8,10 +8,11 @@ from typing import Any
 from .data.traces import Selection, select_traces, turn_pairs
 from .engines import open_engine
 from .evaluation.evaluator import load_questions
+from .evaluation.scorers import get_scorer
 from .evaluation.summary import score_record
 from .protocol import NO_MEMORY_SYSTEM_PROMPT, build_prompt
 from .run_folder import RunFolder, json_lines
-from .runs import describe, run_questions
+from .runs import check_samples, describe, run_questions
 
 
 SFT, SFT_NO_MEMORY = "sft.jsonl", "sft_no_memory.jsonl"
@@ -90,9 +91,9 @@ def collect(
         raise ValueError(f"`min_score={min_score!r}` is not allowed: it must be from 0 to 1.")
     if sft_context_turns is not None and sft_context_turns < 1:
         raise ValueError(f"`sft_context_turns={sft_context_turns!r}` is not allowed: it must be at least 1, or None.")
-    rows = load_questions(questions, max_questions)
-    if any(row["answers"] is None for row in rows):
-        raise ValueError("Questions without `answers` cannot be judged: give a column `answers`.")
+    rows = load_questions(questions, max_questions, needs_answers=True)
+    check_samples(samples)
+    get_scorer(scorer)
     engine = open_engine(model, tools, **options)
     about = describe(engine, model, notes)
     own_prompts = {row["id"]: row["prompt"] for row in rows}

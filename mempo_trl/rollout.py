@@ -184,6 +184,7 @@ class AgentLoop:
         parse_native_calls: reads tool calls in the model's own format from `(ids, context, row)`, where the protocol's
             parser could read none.
         how_to_go_on: what a user does after the loop raised, for its message.
+        sampled_rows: while `generate` runs, the rollouts that its first contexts are of.
     """
 
     renderer: ObservationRenderer | None
@@ -202,6 +203,7 @@ class AgentLoop:
     equal_sizes: bool = False
     parse_native_calls: Callable[[list[int], list[int], int], list[ToolCall]] | None = None
     how_to_go_on: str = "start it again"
+    sampled_rows: list[int] = field(default_factory=list, init=False)
 
     def run(self, prompts: list[list[int]], tools: list[dict[str, Callable]]) -> list[Trajectory]:
         """Roll out every prompt.
@@ -282,6 +284,7 @@ class AgentLoop:
         # One token fits into any model's context; a whole prompt may be what left this process without a rollout.
         contexts += [trajectories[0].prompt_ids[:1]] * missing
         max_new_tokens = self.max_over_processes(max(rooms, default=1))
+        self.sampled_rows = active
         turns, logprobs = self.generate(contexts, max_new_tokens, first)
         for index, (row, room) in enumerate(zip(active, rooms, strict=True)):
             ids = list(turns[index][:room])

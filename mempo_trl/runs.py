@@ -86,8 +86,7 @@ def run_questions(
     Raises:
         ValueError: if the folder has another question or other answers under an id.
     """
-    if not isinstance(samples, int) or isinstance(samples, bool) or samples < 1:
-        raise ValueError(f"`samples={samples!r}` is not allowed: it must be a whole number, at least 1.")
+    check_samples(samples)
     records = {(record["id"], record["sample"]): record for record in (folder.records if folder else [])}
     for question in questions:
         for sample in range(samples):
@@ -116,6 +115,12 @@ def run_questions(
             records[question["id"], sample] = record
             bar.update()
     return [records[question["id"], sample] for question, sample in keys]
+
+
+def check_samples(samples: Any) -> None:
+    """Raise `ValueError` unless this is a number of episodes."""
+    if not isinstance(samples, int) or isinstance(samples, bool) or samples < 1:
+        raise ValueError(f"`samples={samples!r}` is not allowed: it must be a whole number, at least 1.")
 
 
 def to_record(question: Question, sample: int, episode: Episode) -> Record:
@@ -149,6 +154,7 @@ def describe(engine: Engine, model: Any, notes: dict[str, Any] | None = None) ->
         "model": engine.identity,
         "model_files": files,
         "engine": type(engine).__name__,
+        **engine.details,
         "sampling": dataclasses.asdict(engine.sampling),
         **settings,
         **(notes or {}),

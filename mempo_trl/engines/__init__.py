@@ -82,6 +82,7 @@ def open_engine(
     if (backend == "openai") != (endpoint is not None):
         raise ValueError("`endpoint` and `backend='openai'` go together: give both, or neither.")
     named = model if isinstance(model, str) else None
+    identity = f"{named or _name(model)}{'' if revision is None else f'@{revision}'}"
     if endpoint is not None:
         chosen = _settings(tokenizer if isinstance(tokenizer, str) else None, revision, settings)
         connection = Endpoint(endpoint, model)
@@ -102,14 +103,14 @@ def open_engine(
         if backend == "vllm":
             if named is not None:
                 model = _load_vllm(named, revision, dtype, trust_remote_code, sampling.seed, vllm_options or {})
-            sampler = VLLMSampler(model, _end_ids(model), sampling, named or _name(model))
+            sampler = VLLMSampler(model, _end_ids(model), sampling, identity)
             batch_size = 256 if batch_size is None else batch_size
         else:
             if named is not None:
                 model = _load_transformers(named, revision, dtype, device, trust_remote_code)
             pad = tokenizer.pad_token_id
             pad = tokenizer.eos_token_id if pad is None else pad
-            sampler = TransformersSampler(model, 0 if pad is None else pad, sampling, named or _name(model))
+            sampler = TransformersSampler(model, 0 if pad is None else pad, sampling, identity)
             batch_size = 16 if batch_size is None else batch_size
     return TokenEngine(tokenizer, sampler, tools, chosen, sampling, batch_size, tool_timeout, max_unavailable_turns)
 

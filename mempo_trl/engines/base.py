@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ..agent_settings import AgentSettings
 from .episode import Episode, Message
@@ -48,12 +48,14 @@ class Engine(Protocol):
         settings: what the agent is run with.
         sampling: how tokens are drawn.
         tools: what it may call.
+        details: what else its answers depend on, in plain types.
     """
 
     identity: str
     settings: AgentSettings
     sampling: Sampling
     tools: list[Callable]
+    details: dict[str, Any]
 
     def turns(self, prompt: list[Message]) -> Iterator[Episode]:
         """Run one question; gives the growing episode after each turn, its observation included, and at its end."""

@@ -169,6 +169,7 @@ class ChatEngine:
         self.endpoint, self.tools, self.settings, self.sampling = endpoint, tools, settings, sampling
         self.threads, self.tool_role, self.request = threads, tool_role, dict(request or {})
         self.identity = endpoint.model
+        self.details = {"request": self.request, "tool_role": tool_role}
         self._limit = None if max_unavailable_turns is None else max_unavailable_turns * threads
         self._runner = ToolRunner()
         self._by_name = {tool_name(tool): tool for tool in tools}
@@ -284,8 +285,8 @@ class CompletionSampler:
         about = endpoint.models().get(endpoint.model, {})
         self.max_context_length: int | None = about.get("max_model_len")
 
-    def __call__(self, contexts: list[list[int]], max_new_tokens: int, seed: int) -> list[list[int]]:
-        return [self._sample(context, max_new_tokens, seed + row) for row, context in enumerate(contexts)]
+    def __call__(self, contexts: list[list[int]], max_new_tokens: int, seeds: list[int]) -> list[list[int]]:
+        return [self._sample(context, max_new_tokens, seed) for context, seed in zip(contexts, seeds, strict=True)]
 
     def _sample(self, context: list[int], max_new_tokens: int, seed: int) -> list[int]:
         own: dict[str, Any] = {"return_token_ids": True, "stop_token_ids": self.eos_token_ids}
@@ -296,7 +297,7 @@ class CompletionSampler:
             max_tokens=max_new_tokens,
             temperature=self.sampling.temperature,
             top_p=self.sampling.top_p,
-            seed=seed % 2**31,
+            seed=seed,
             extra_body=own,
         )
         ids = getattr(answer.choices[0], "token_ids", None)

@@ -35,8 +35,11 @@ class Sampler(Protocol):
     max_context_length: int | None
     threads: int
 
-    def __call__(self, contexts: list[list[int]], max_new_tokens: int, seed: int) -> list[list[int]]:
-        """Token ids of one turn for each context, up to and including the end-of-turn token."""
+    def __call__(self, contexts: list[list[int]], max_new_tokens: int, seeds: list[int]) -> list[list[int]]:
+        """Token ids of one turn for each context, up to and including the end-of-turn token.
+
+        What a context draws depends on its own seed alone.
+        """
         ...
 
 
@@ -72,7 +75,7 @@ class TokenEngine:
             raise ValueError("The tokenizer has no chat template: set `chat_template`, or take a chat model.")
         if not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"`batch_size={batch_size!r}` is not allowed: it must be a whole number, at least 1.")
-        self.identity = sampler.identity
+        self.identity, self.details = sampler.identity, {}
         self.tokenizer, self.sampler, self.tools, self.sampling = tokenizer, sampler, tools, sampling
         self.settings, self.batch_size = settings, batch_size
         if tools:
@@ -90,7 +93,7 @@ class TokenEngine:
         self._loop = AgentLoop(
             renderer=self.renderer,
             runner=ToolRunner(tool_timeout),
-            generate=self._generate(sampling.seed),
+            generate=_no_sampler,
             decode=reader.text,
             eos_token_ids=ends,
             max_turns=settings.max_turns,
@@ -108,11 +111,11 @@ class TokenEngine:
 
     def turns(self, prompt: list[Message]) -> Iterator[Episode]:
         """See `Engine.turns`."""
-        for trajectories in self._loop.turns([self._opening(prompt)], [self._tools]):
+        for trajectories in self._seeded_loop([self.sampling.seed]).turns([self._opening(prompt)], [self._tools]):
             yield episode(trajectories[0])
 
     def rollout(self, prompts: Sequence[list[Message]], seeds: Sequence[int]) -> Iterator[tuple[int, Episode]]:
-        """See `Engine.rollout`. Only a server draws for each question on its own."""
+        """See `Engine.rollout`."""
         if self.sampler.threads:
             yield from in_threads(
                 [functools.partial(self._run, prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)],
@@ -121,24 +124,31 @@ class TokenEngine:
             return
         for start in range(0, len(prompts), self.batch_size):
             batch = [self._opening(prompt) for prompt in prompts[start : start + self.batch_size]]
-            loop = dataclasses.replace(self._loop, generate=self._generate(seeds[start]))
+            loop = self._seeded_loop(seeds[start : start + self.batch_size])
             for position, trajectory in enumerate(loop.run(batch, [self._tools] * len(batch)), start):
                 yield position, episode(trajectory)
 
     def _run(self, prompt: list[Message], seed: int) -> Episode:
-        loop = dataclasses.replace(self._loop, generate=self._generate(seed))
-        return episode(loop.run([self._opening(prompt)], [self._tools])[0])
+        return episode(self._seeded_loop([seed]).run([self._opening(prompt)], [self._tools])[0])
 
-    def _generate(self, seed: int) -> Callable[..., Any]:
-        calls = 0
+    def _seeded_loop(self, seeds: Sequence[int]) -> AgentLoop:
+        """A loop in which each rollout draws with its own seed, whatever it is batched with."""
+        loop = dataclasses.replace(self._loop)
+        turns = 0
 
         def generate(contexts: list[list[int]], max_new_tokens: int, first: bool) -> tuple[list[list[int]], None]:
-            nonlocal calls
-            calls += 1
+            nonlocal turns
+            turns += 1
             # Every turn draws anew.
-            return self.sampler(contexts, max_new_tokens, (seed + 7919 * calls) % 2**31), None
+            own = [(seeds[row] + 7919 * turns) % 2**31 for row in loop.sampled_rows]
+            return self.sampler(contexts, max_new_tokens, own), None
 
-        return generate
+        loop.generate = generate
+        return loop
+
+
+def _no_sampler(contexts: list[list[int]], max_new_tokens: int, first: bool) -> tuple[list[list[int]], None]:
+    raise AssertionError("every run has a sampler of its own")
 
 
 def episode(trajectory: Trajectory) -> Episode:
@@ -182,36 +192,32 @@ class TransformersSampler:
         self.max_context_length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.model, self.pad_token_id, self.sampling, self.identity = model, pad_token_id, sampling, identity
 
-    def __call__(self, contexts: list[list[int]], max_new_tokens: int, seed: int) -> list[list[int]]:
+    def __call__(self, contexts: list[list[int]], max_new_tokens: int, seeds: list[int]) -> list[list[int]]:
         import torch
         from transformers import GenerationConfig
 
         from ..prefix_tree import evaluation_mode
 
-        draws: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        if self.sampling.temperature > 0:
-            top_k = self.sampling.top_k or 0
-            draws = {**dataclasses.asdict(self.sampling), "do_sample": True, "top_k": top_k}
-            del draws["seed"]
         # Nothing of the checkpoint's own configuration (penalties, …) is taken over: training does not either.
         config = GenerationConfig(
             max_new_tokens=max_new_tokens,
             eos_token_id=self.eos_token_ids,
             pad_token_id=self.pad_token_id,
-            **draws,
+            do_sample=False,
         )
+        draws = [] if self.sampling.temperature == 0 else [_draw(self.sampling, seeds, self.model.device)]
         length = max(map(len, contexts))
         device = self.model.device
         ids = torch.tensor(
             [[self.pad_token_id] * (length - len(context)) + context for context in contexts], device=device
         )
         mask = torch.tensor([[0] * (length - len(context)) + [1] * len(context) for context in contexts], device=device)
-        devices = [device] if device.type == "cuda" else []
-        with torch.inference_mode(), evaluation_mode(self.model), torch.random.fork_rng(devices=devices):
-            torch.manual_seed(seed)
+        with torch.inference_mode(), evaluation_mode(self.model):
             own, self.model.generation_config = self.model.generation_config, config
             try:
-                output = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+                output = self.model.generate(
+                    input_ids=ids, attention_mask=mask, generation_config=config, logits_processor=draws
+                )
             finally:
                 self.model.generation_config = own
         return [self._up_to_the_end(row) for row in output[:, length:].tolist()]
@@ -221,6 +227,31 @@ class TransformersSampler:
             if token in self.eos_token_ids:
                 return ids[: position + 1]
         return ids
+
+
+def _draw(sampling: Sampling, seeds: list[int], device: Any) -> Callable[[Any, Any], Any]:
+    """Scores whose largest is a draw from the distribution, each row's with its own seed.
+
+    Of all -log(E) + score with E from the exponential distribution, the largest is a draw from softmax(score) (Gumbel,
+    1954). `generate` itself would draw for all rows of a batch from one stream: what a question draws would depend on
+    the questions beside it.
+    """
+    import torch
+    from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    warp = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature))])
+    if sampling.top_k:
+        warp.append(TopKLogitsWarper(int(sampling.top_k)))
+    if sampling.top_p < 1:
+        warp.append(TopPLogitsWarper(float(sampling.top_p)))
+    generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+
+    def draw(ids: Any, scores: Any) -> Any:
+        scores = warp(ids, scores.float())
+        noise = [torch.empty_like(row).exponential_(generator=own) for row, own in zip(scores, generators, strict=True)]
+        return scores - torch.stack(noise).log()
+
+    return draw
 
 
 class VLLMSampler:
@@ -239,7 +270,7 @@ class VLLMSampler:
         self.llm, self.eos_token_ids, self.sampling, self.identity = llm, eos_token_ids, sampling, identity
         self.max_context_length = llm.llm_engine.model_config.max_model_len
 
-    def __call__(self, contexts: list[list[int]], max_new_tokens: int, seed: int) -> list[list[int]]:
+    def __call__(self, contexts: list[list[int]], max_new_tokens: int, seeds: list[int]) -> list[list[int]]:
         from vllm import SamplingParams
 
         draws = [
@@ -247,12 +278,12 @@ class VLLMSampler:
                 temperature=self.sampling.temperature,
                 top_p=self.sampling.top_p,
                 top_k=self.sampling.top_k,
-                seed=(seed + row) % 2**31 if self.sampling.temperature > 0 else None,
+                seed=seed if self.sampling.temperature > 0 else None,
                 max_tokens=max_new_tokens,
                 stop_token_ids=self.eos_token_ids,
                 detokenize=False,
             )
-            for row in range(len(contexts))
+            for seed in seeds
         ]
         outputs = self.llm.generate(
             [{"prompt_token_ids": context} for context in contexts], sampling_params=draws, use_tqdm=False

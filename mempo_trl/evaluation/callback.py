@@ -60,9 +60,7 @@ class EvaluationCallback(TrainerCallback):
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"`steps={steps!r}` is not allowed: it must be a whole number, at least 1.")
         self.trainer, self.steps, self.temperature, self.scorer = trainer, steps, temperature, scorer
-        self.questions = load_questions(questions, max_questions)
-        if any(question["answers"] is None for question in self.questions):
-            raise ValueError("Questions without `answers` cannot be scored: give a column `answers`.")
+        self.questions = load_questions(questions, max_questions, needs_answers=True)
         self.output_dir = Path(output_dir or Path(str(trainer.args.output_dir)) / "heldout")
         self._last = -1
 

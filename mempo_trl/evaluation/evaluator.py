@@ -1,5 +1,6 @@
 """Evaluation of an agent: a model over questions, scored."""
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,8 +8,9 @@ from typing import Any
 
 from ..engines import open_engine
 from ..run_folder import Record, RunFolder
-from ..runs import check_questions, describe, run_questions
-from .summary import summarize, to_markdown
+from ..runs import check_questions, check_samples, describe, run_questions
+from .scorers import get_scorer
+from .summary import check_bootstrap, summarize, to_markdown
 
 
 @dataclass
@@ -70,9 +72,10 @@ def evaluate(
         EndpointError, RuntimeError: if the endpoint, or a tool, cannot be reached again and again. What was done is in
             `output_dir`.
     """
-    rows = load_questions(questions, max_questions)
-    if any(row["answers"] is None for row in rows):
-        raise ValueError("Questions without `answers` cannot be scored: give a column `answers`.")
+    rows = load_questions(questions, max_questions, needs_answers=True)
+    check_samples(samples)
+    get_scorer(scorer)
+    check_bootstrap(confidence, resamples)
     summarize_with: dict[str, Any] = {"scorer": scorer, "confidence": confidence, "resamples": resamples}
     engine = open_engine(model, tools, **options)
     if output_dir is None:
@@ -86,22 +89,27 @@ def evaluate(
     return evaluation
 
 
-def load_questions(questions: Any, max_questions: int | None = None) -> list[dict[str, Any]]:
+def load_questions(
+    questions: Any, max_questions: int | None = None, needs_answers: bool = False
+) -> list[dict[str, Any]]:
     """Questions from wherever they are.
 
     Args:
         questions: see `evaluate`.
         max_questions: only the first so many.
+        needs_answers: whether every question must have answers.
 
     Raises:
         ValueError: if there are none, or a row is none.
     """
-    if max_questions is not None and (not isinstance(max_questions, int) or max_questions < 1):
+    number = max_questions
+    if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
         raise ValueError(f"`max_questions={max_questions!r}` is not allowed: it must be a whole number, at least 1.")
     if isinstance(questions, str | Path):
         from ..data import read_questions
 
         questions = read_questions(str(questions)).rows
-    return check_questions(
-        row for number, row in enumerate(questions) if max_questions is None or number < max_questions
-    )
+    rows = check_questions(itertools.islice(questions, number))
+    if needs_answers and any(row["answers"] is None for row in rows):
+        raise ValueError("Questions without `answers` cannot be scored: give a column `answers`.")
+    return rows

@@ -29,11 +29,11 @@ class ScriptedSampler:
         self.contexts: list[list[int]] = []
         self.seeds: list[int] = []
 
-    def __call__(self, contexts, max_new_tokens, seed):
+    def __call__(self, contexts, max_new_tokens, seeds):
         (context,) = contexts
         text = self.turns[len(self.contexts) % len(self.turns)]
         self.contexts.append(context)
-        self.seeds.append(seed)
+        self.seeds += seeds
         return [[*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]]
 
 
@@ -143,7 +143,7 @@ def test_greedy_turns_of_a_batch_are_those_of_each_alone():
     sampler.eos_token_ids = [tokenizer.eos_token_id, expected[1][4]]
     expected = [reference(model, context, 12, sampler.eos_token_ids) for context in contexts]
     assert len({len(turn) for turn in expected}) > 1
-    assert sampler(contexts, 12, 0) == expected
+    assert sampler(contexts, 12, [0, 0, 0]) == expected
     assert model.training and model.generation_config.repetition_penalty == 3.0
 
 
@@ -153,10 +153,35 @@ def test_seeds_decide_what_is_drawn():
     sampler = TransformersSampler(model, tokenizer.pad_token_id, Sampling(temperature=1.0), "tiny")
     contexts = [tokenizer("a")["input_ids"]] * 2
     state = torch.get_rng_state()
-    turns = [sampler(contexts, 20, seed) for seed in (0, 0, 1)]
+    turns = [sampler(contexts, 20, seeds) for seeds in ([0, 1], [0, 1], [2, 1])]
     assert turns[0] == turns[1] != turns[2]
-    assert turns[0][0] != turns[0][1]
+    assert turns[0][0] != turns[0][1] == turns[2][1]
+    assert sampler(contexts[:1], 20, [1]) == turns[0][1:]
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.7, 0, 1.0), (2.0, 5, 1.0), (1.0, 0, 0.8)])
+def test_draws_follow_the_distribution(temperature, top_k, top_p):
+    tokenizer = byte_tokenizer()
+    model = tiny_llama(tokenizer).eval()
+    context = tokenizer("a <mem>")["input_ids"]
+    with torch.no_grad():
+        scores = model(torch.tensor([context])).logits[0, -1] / temperature
+    if top_k:
+        scores[scores < scores.sort(descending=True).values[top_k - 1]] = -torch.inf
+    wanted = scores.softmax(-1)
+    if top_p < 1:  # the most probable tokens that reach it together
+        order = wanted.argsort(descending=True)
+        wanted[order[wanted[order].cumsum(0) - wanted[order] >= top_p]] = 0
+        wanted /= wanted.sum()
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    sampler = TransformersSampler(model, tokenizer.pad_token_id, sampling, "tiny")
+    drawn = [ids[0] for ids in sampler([context] * 4000, 1, list(range(4000)))]
+    found = torch.bincount(torch.tensor(drawn), minlength=len(wanted)) / len(drawn)
+    assert found[wanted == 0].sum() == 0
+    # Three standard deviations of the largest of these shares, and all of them together.
+    torch.testing.assert_close(found, wanted, atol=3 * (0.25 / 4000) ** 0.5, rtol=0)
+    assert (found - wanted).abs().sum() < 0.2
 
 
 def test_engines_of_checkpoints(tmp_path):
