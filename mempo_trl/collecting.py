@@ -12,7 +12,7 @@ from .evaluation.scorers import get_scorer
 from .evaluation.summary import score_record
 from .protocol import NO_MEMORY_SYSTEM_PROMPT, build_prompt
 from .run_folder import RunFolder, json_lines
-from .runs import check_samples, describe, run_questions
+from .runs import Question, check_samples, describe, run_questions
 
 
 SFT, SFT_NO_MEMORY = "sft.jsonl", "sft_no_memory.jsonl"
@@ -87,39 +87,48 @@ def collect(
     """
     if metric not in ("exact_match", "f1"):
         raise ValueError(f"`metric={metric!r}` is not allowed: it must be 'exact_match' or 'f1'.")
-    if not 0 <= min_score <= 1:
+    if not isinstance(min_score, int | float) or not 0 <= min_score <= 1:
         raise ValueError(f"`min_score={min_score!r}` is not allowed: it must be from 0 to 1.")
-    if sft_context_turns is not None and sft_context_turns < 1:
-        raise ValueError(f"`sft_context_turns={sft_context_turns!r}` is not allowed: it must be at least 1, or None.")
+    for name, number in (("sft_context_turns", sft_context_turns), ("max_per_question", max_per_question)):
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+            raise ValueError(f"`{name}={number!r}` is not allowed: it must be a whole number, at least 1, or None.")
     rows = load_questions(questions, max_questions, needs_answers=True)
     check_samples(samples)
     get_scorer(scorer)
     engine = open_engine(model, tools, **options)
     about = describe(engine, model, notes)
-    own_prompts = {row["id"]: row["prompt"] for row in rows}
     with RunFolder(output_dir, about, overwrite) as folder:
         records = run_questions(engine, rows, folder, samples, "Collecting", progress)
         selection = select_traces(
             records, lambda record: score_record(record, scorer)[metric], min_score, max_per_question
         )
-        system_prompt = engine.settings.system_prompt if sft_system_prompt is None else sft_system_prompt
 
-        def pairs(system_prompt: str, context_turns: int | None, memory: bool) -> list[dict[str, Any]]:
+        def pairs(system_prompt: str | None, context_turns: int | None, memory: bool) -> list[dict[str, Any]]:
+            prompts = {row["id"]: _opening(row, engine.settings.system_prompt, system_prompt) for row in rows}
             return [
                 pair
                 for record in selection.kept
                 for pair in turn_pairs(
                     record,
-                    own_prompts[record["id"]] or build_prompt(record["question"], system_prompt),
+                    prompts[record["id"]],
                     context_turns,
                     about["tools"],
                     memory,
                 )
             ]
 
-        with_memory = pairs(system_prompt, sft_context_turns, memory=True)
+        with_memory = pairs(sft_system_prompt, sft_context_turns, memory=True)
         folder.write(SFT, json_lines(with_memory))
         folder.write(SFT_NO_MEMORY, json_lines(pairs(NO_MEMORY_SYSTEM_PROMPT, None, memory=False)))
         collection = Collection(len(records), selection, len(with_memory))
         folder.write("summary.json", [json.dumps(collection.summary(), indent=2) + "\n"])
     return collection
+
+
+def _opening(question: Question, own: str, system_prompt: str | None) -> list[dict[str, Any]]:
+    """The conversation that opens an episode, with another system message if one is given."""
+    prompt = question["prompt"] or build_prompt(question["question"], own)
+    if system_prompt is None:
+        return prompt
+    rest = prompt[1:] if prompt[0]["role"] == "system" else prompt
+    return [{"role": "system", "content": system_prompt}, *rest] if system_prompt else rest

@@ -189,9 +189,15 @@ def parse_turn(text: str) -> ParsedTurn:
 
 
 def without_memory(text: str) -> str:
-    """A turn without its memory, which is what a baseline without memories would have written."""
+    """A turn without its memory, which is what a baseline without memories would have written.
+
+    Nor are there tags of a memory elsewhere, for instance in a thought about it.
+    """
     start, end = _find_pair(text, *MEMORY_TAGS)
-    return text if start == -1 else text[:start] + text[end:].lstrip()
+    text = text if start == -1 else text[:start] + text[end:].lstrip()
+    for tag in MEMORY_TAGS:
+        text = text.replace(tag, "")
+    return text
 
 
 def check_trajectory(texts: list[str]) -> list[str]:

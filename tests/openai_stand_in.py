@@ -10,7 +10,8 @@ import torch
 
 
 class OpenAIStandIn:
-    """Answers requests with `reply(path, body)`, which returns the answer's JSON, or `(status, JSON)`.
+    """Answers requests with `reply(path, body)`: the answer's JSON, `(status, JSON)`, `(status, JSON, headers)`, or
+    `None` to hang up.
 
     Use it as a context manager.
 
@@ -35,13 +36,18 @@ class OpenAIStandIn:
                 stand_in.requests.append((self.path, body))
                 stand_in.headers.append({name.lower(): value for name, value in self.headers.items()})
                 answer = reply(self.path, body)
+                if answer is None:
+                    self.close_connection = True
+                    self.connection.close()
+                    return
                 self._send(*(answer if isinstance(answer, tuple) else (200, answer)))
 
-            def _send(self, status, content):
+            def _send(self, status, content, headers=None):
                 text = json.dumps(content).encode()
                 self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(text)))
+                fields = {"Content-Type": "application/json", "Content-Length": str(len(text)), **(headers or {})}
+                for name, value in fields.items():
+                    self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(text)
 

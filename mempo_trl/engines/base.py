@@ -77,19 +77,29 @@ class Engine(Protocol):
 def in_threads(jobs: Sequence[Callable[[], T]], threads: int) -> Iterator[tuple[int, T]]:
     """Run jobs in threads; gives `(position, result)` as they end, and begins no other once the caller has had enough.
 
-    The first exception ends all.
+    After the first exception no other begins. Those that run come to their end, so that what they have cost is not
+    lost; then it is raised.
     """
+    failure: Exception | None = None
     with ThreadPoolExecutor(threads) as pool:
         running: dict[Future[T], int] = {}
         waiting = iter(enumerate(jobs))
         try:
             while True:
-                while len(running) < threads and (job := next(waiting, None)) is not None:
+                while failure is None and len(running) < threads and (job := next(waiting, None)) is not None:
                     running[pool.submit(job[1])] = job[0]
                 if not running:
-                    return
+                    break
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    yield running.pop(future), future.result()
+                    position = running.pop(future)
+                    try:
+                        result = future.result()
+                    except Exception as error:
+                        failure = failure or error
+                        continue
+                    yield position, result
         finally:
             for future in running:
                 future.cancel()
+    if failure is not None:
+        raise failure

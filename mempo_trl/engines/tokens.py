@@ -75,7 +75,8 @@ class TokenEngine:
             raise ValueError("The tokenizer has no chat template: set `chat_template`, or take a chat model.")
         if not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"`batch_size={batch_size!r}` is not allowed: it must be a whole number, at least 1.")
-        self.identity, self.details = sampler.identity, {}
+        self.identity = sampler.identity
+        self.details: dict[str, Any] = {}
         self.tokenizer, self.sampler, self.tools, self.sampling = tokenizer, sampler, tools, sampling
         self.settings, self.batch_size = settings, batch_size
         if tools:
