@@ -35,7 +35,7 @@ from .prefix_tree import Branch, BranchScorer, Form, evaluation_mode
 from .protocol import DEFAULT_SYSTEM_PROMPT, MEMORY_TAGS, ToolCall
 from .rewards import outcome_reward
 from .rollout import STOP_REASONS, AgentLoop, Trajectory
-from .tools import ToolRunner, check_tools
+from .tools import ToolRunner, check_tools, tool_name
 from .turn_reader import TurnReader, add_response_format
 from .vllm_requests import fit_into_context
 
@@ -363,13 +363,14 @@ class MemPOTrainer(HubTrainer):
             raise ValueError("With `environment_factory`, questions come from the environment: use `evaluate`.")
         assert self._loop.renderer is not None
         prompt_ids, _, _ = self._tokenize_prompts(prompts)
-        tools: dict[str, Callable] = {}
-        if self.tools:
-            tools = self._sync_tool_dicts[0] | self._async_tool_dicts[0]
+        tools = {tool_name(tool): tool for tool in self.tools or []}
         loop = dataclasses.replace(
             self._loop, generate=lambda contexts, length, first: self._generate_turn(contexts, length, False)
         )
-        with evaluation_mode(self.model), self._sampling_at(temperature):
+        # What training draws next must not depend on what is drawn here.
+        device = self.accelerator.device
+        own_draws = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+        with own_draws, evaluation_mode(self.model), self._sampling_at(temperature):
             return loop.run(prompt_ids, [tools] * len(prompts))
 
     @contextmanager

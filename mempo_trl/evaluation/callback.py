@@ -4,13 +4,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import gather_object
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from ..engines.tokens import episode
 from ..protocol import build_prompt
 from ..run_folder import TRAJECTORIES, Record, json_lines, write_whole
 from ..runs import to_record
 from .evaluator import load_questions
+from .scorers import get_scorer
 from .summary import summarize, to_markdown
 
 
@@ -59,32 +60,45 @@ class EvaluationCallback(TrainerCallback):
     ):
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"`steps={steps!r}` is not allowed: it must be a whole number, at least 1.")
+        if not isinstance(temperature, int | float) or temperature < 0:
+            raise ValueError(f"`temperature={temperature!r}` is not allowed: it must be 0 or more.")
+        if trainer.environment_factories is not None:
+            raise ValueError(
+                "With `environment_factory`, questions come from the environment: give the trainer an `eval_dataset` "
+                "instead of this callback."
+            )
+        get_scorer(scorer)
         self.trainer, self.steps, self.temperature, self.scorer = trainer, steps, temperature, scorer
         self.questions = load_questions(questions, max_questions, needs_answers=True)
         self.output_dir = Path(output_dir or Path(str(trainer.args.output_dir)) / "heldout")
-        self._last = -1
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Evaluate before the first step."""
-        self._evaluate(state.global_step)
+        self._evaluate(state)
 
     def on_step_end(self, args, state, control, **kwargs):
         """Evaluate every so many steps."""
         if state.global_step % self.steps == 0:
-            self._evaluate(state.global_step)
+            self._evaluate(state)
 
     def on_train_end(self, args, state, control, **kwargs):
         """Evaluate what came out."""
-        self._evaluate(state.global_step)
+        self._evaluate(state)
 
-    def _evaluate(self, step: int) -> None:
-        if step == self._last:
+    def _evaluate(self, state) -> None:
+        step = state.global_step
+        # The history is part of checkpoints: a run that goes on from one knows what was evaluated before it.
+        if any(entry["step"] == step and "heldout/f1" in entry for entry in state.log_history):
             return
-        self._last = step
         accelerator = self.trainer.accelerator
         records = self._run(accelerator.process_index, accelerator.num_processes)
         summary = summarize(records, scorer=self.scorer)
-        self.trainer.log({f"heldout/{name}": summary["all"]["metrics"][name]["mean"] for name in _LOGGED})
+        logs = {f"heldout/{name}": summary["all"]["metrics"][name]["mean"] for name in _LOGGED}
+        # GRPOTrainer's own `log` would take along what training has counted since its last entry, and forget it. Nor may
+        # this entry be taken for the one that training is to make after this step.
+        should_log = self.trainer.control.should_log
+        Trainer.log(self.trainer, logs)
+        self.trainer.control.should_log = should_log
         if accelerator.is_main_process:
             folder = self.output_dir / f"step-{step}"
             folder.mkdir(parents=True, exist_ok=True)
