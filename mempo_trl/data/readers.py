@@ -242,9 +242,10 @@ def _from_prompt(prompt: Any) -> str:
     messages = prompt if isinstance(prompt, list | tuple) else [{"role": "user", "content": prompt}]
     asked = [message for message in messages if isinstance(message, Mapping) and message.get("role") == "user"]
     content = asked[-1].get("content") if asked else None
-    marks = list(_ASKED.finditer(content)) if isinstance(content, str) else []
-    if marks:
-        content = content[marks[-1].end() :].strip().partition("\n")[0]
+    if isinstance(content, str):
+        *_, asked_part = _ASKED.split(content)
+        if asked_part != content:
+            content = asked_part.strip().partition("\n")[0]
     return _question(content)
 
 

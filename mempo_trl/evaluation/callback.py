@@ -94,8 +94,8 @@ class EvaluationCallback(TrainerCallback):
         records = self._run(accelerator.process_index, accelerator.num_processes)
         summary = summarize(records, scorer=self.scorer)
         logs = {f"heldout/{name}": summary["all"]["metrics"][name]["mean"] for name in _LOGGED}
-        # GRPOTrainer's own `log` would take along what training has counted since its last entry, and forget it. Nor may
-        # this entry be taken for the one that training is to make after this step.
+        # GRPOTrainer's own `log` would take along what training has counted since its last entry, and forget it. Nor
+        # may this entry be taken for the one that training is to make after this step.
         should_log = self.trainer.control.should_log
         Trainer.log(self.trainer, logs)
         self.trainer.control.should_log = should_log
