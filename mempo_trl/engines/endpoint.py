@@ -25,6 +25,8 @@ ToolRole = Literal["user", "tool"]
 # What a token of English has, on average: the endpoint's tokenizer is not known here.
 _CHARACTERS_PER_TOKEN = 4
 _MOST_REFUSALS = 20  # in a row
+# vLLM takes what a request does not say from the checkpoint's generation configuration; training takes none of it.
+_NOTHING_ELSE = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _RETRIES = 8  # with growing pauses of up to 8 seconds: a server that is being restarted is waited for
 
 
@@ -144,7 +146,8 @@ class ChatEngine:
             every model takes. "tool" sends the tools' schemas and messages of that role, for a server whose chat
             template renders both, and a model that was trained so.
         request: what else a request holds, or holds instead: {"max_tokens": None, "max_completion_tokens": 2048} for
-            models that want the one and not the other.
+            models that want the one and not the other; {"repetition_penalty": 1.0, "top_k": 0} for a vLLM server, which
+            takes what a request does not say from the checkpoint's `generation_config.json`.
         max_unavailable_turns: turns in a row and thread in which a tool could not be reached, after which the run
             stops.
 
@@ -289,9 +292,12 @@ class CompletionSampler:
         return [self._sample(context, max_new_tokens, seed) for context, seed in zip(contexts, seeds, strict=True)]
 
     def _sample(self, context: list[int], max_new_tokens: int, seed: int) -> list[int]:
-        own: dict[str, Any] = {"return_token_ids": True, "stop_token_ids": self.eos_token_ids}
-        if self.sampling.top_k:
-            own["top_k"] = self.sampling.top_k
+        own: dict[str, Any] = {
+            "return_token_ids": True,
+            "stop_token_ids": self.eos_token_ids,
+            "top_k": self.sampling.top_k,
+            **_NOTHING_ELSE,
+        }
         answer = self.endpoint.complete(
             prompt=context,
             max_tokens=max_new_tokens,

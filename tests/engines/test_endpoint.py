@@ -266,6 +266,15 @@ def test_all_engines_give_the_same_episodes():
         }
         found = {name: dict(engine.rollout(prompts, range(8))) for name, engine in engines.items()}
         assert {path for path, _ in server.requests} == {"/v1/completions", "/v1/chat/completions"}
+        # vLLM would take these from the checkpoint, where they are meant for chats.
+        neutral = {
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "min_p": 0.0,
+            "top_k": 0,
+        }
+        assert all(neutral.items() <= body.items() for path, body in server.requests if path == "/v1/completions")
     assert found["transformers"] == found["ids"]
     # A server that is sent text encodes it anew: what a policy garbled may then be other ids than it had sampled.
     answered = [number for number, episode in found["ids"].items() if episode.stop_reason == "answer"]
