@@ -8,11 +8,9 @@ quantization among them). The command line overrides it. A run that was killed g
 `--resume_from_checkpoint last`, which begins anew if there is none yet.
 """
 
-import functools
 import importlib
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,18 +112,8 @@ def load_questions(arguments: MemPOScriptArguments, evaluates: bool) -> tuple[Da
             raise ValueError(f"`max_eval_samples={arguments.max_eval_samples}` is not allowed: it must be at least 1.")
         parts[1] = parts[1].take(arguments.max_eval_samples)
     if (column := arguments.answers_column) is not None:
-        parts = [part.map(functools.partial(with_answers, column=column)) for part in parts]
+        parts = [part.map(lambda row: {"answers": read_answers(row, column)}) for part in parts]
     return parts[0], parts[1] if evaluates else None
-
-
-def with_answers(row: Mapping[str, Any], column: str) -> dict[str, Any]:
-    """The column `answers` of a row, from the one that has them."""
-    try:
-        return {"answers": read_answers(row, column)}
-    except KeyError as error:
-        raise ValueError(f"`answers_column={column}`: there is no such column in {row!r}.") from error
-    except ValueError as error:
-        raise ValueError(f"`answers_column={column}`: a row {error}: {row!r}.") from error
 
 
 def load_rewards(names: list[str] | None) -> list[Any] | None:

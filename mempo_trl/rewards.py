@@ -19,7 +19,7 @@ Answers = Sequence[str] | Sequence[Sequence[str]]
 Metric = Literal["exact_match", "f1"]
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_SEPARATOR = re.compile("[;；]")
+OBJECTIVE_SEPARATOR = re.compile("[;；]")
 # ASCII counts as punctuation what Unicode calls symbols ("$", "+", "`", "|"). The minus sign and the fraction slash
 # are the only others: "−5" and "½" (which NFKC spells with that slash) must compare equal to "-5" and "1/2".
 _PUNCTUATION = frozenset(string.punctuation + "\N{MINUS SIGN}\N{FRACTION SLASH}")
@@ -113,7 +113,7 @@ def compare_objectives(
     normalize: Callable[[str], str],
     compare: Callable[[str, str], float],
     *,
-    separator: re.Pattern[str] = _SEPARATOR,
+    separator: re.Pattern[str] = OBJECTIVE_SEPARATOR,
     split_one_objective: bool = False,
 ) -> list[float]:
     """Pair every objective with its piece of the prediction: what all scorers of answers share.

@@ -149,14 +149,11 @@ def test_questions(tmp_path):
     train, test = script.load_questions(arguments, evaluates=True)
     assert [row["answers"] for row in train] == [[["x"], ["y", "z"]]] * 2
     assert len(list(test)) == 1
-    assert script.with_answers({"answer": "Paris"}, "answer") == {"answers": [["Paris"]]}
-    for wrong in (None, "", b"Paris", {"other": ["Paris"]}):  # the keys of a mapping would be taken for answers
-        with pytest.raises(ValueError, match=r"`answers_column=answer`: a row with"):
-            script.with_answers({"answer": wrong}, "answer")
     with pytest.raises(ValueError, match=r"`dataset_test_split=test` is not a split of .*: train, validation"):
         script.load_questions(script.MemPOScriptArguments(dataset_name=str(tmp_path)), evaluates=True)
-    with pytest.raises(ValueError, match="`answers_column=gold`: there is no such column"):
-        script.with_answers({"answer": "Paris"}, "gold")
+    arguments.answers_column, arguments.dataset_test_split = "reward_model.gold", "validation"
+    with pytest.raises(ValueError, match=r"`answers_column=reward_model.gold`: there is no 'gold'"):
+        list(script.load_questions(arguments, evaluates=False)[0])
     with pytest.raises(ValueError, match="`dataset_name` is missing"):
         script.load_questions(script.MemPOScriptArguments(), evaluates=False)
 

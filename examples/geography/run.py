@@ -206,7 +206,7 @@ def walk_through(args: argparse.Namespace) -> list[Done]:
     walk.step(
         "Read the questions",
         *(
-            ["mempo", "data", "convert", out / f"{split}.jsonl", "--out", file, "--overwrite"]
+            ["mempo", "data", "convert", out / f"{split}.jsonl", file, "--overwrite"]
             for split, file in questions.items()
         ),
     )

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mempo_trl.cli.questions import add_question_arguments
+from mempo_trl.cli.questions import add_question_arguments, read
 from mempo_trl.search.arguments import TOKEN_VARIABLE, token_of_environment
 
 
@@ -115,6 +115,11 @@ def open_tools(args: argparse.Namespace) -> list[Any]:
     else:
         backend = open_index(args.search)
     return [make_search_tool(backend, args.search_results, args.query_list)]
+
+
+def open_questions(args: argparse.Namespace, source: str) -> list[dict[str, Any]]:
+    """The questions that the arguments name; what is wrong with some of them is said."""
+    return read(args, source).rows
 
 
 def text_or_file(text: str) -> str:

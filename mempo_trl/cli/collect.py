@@ -7,11 +7,12 @@ from mempo_trl.cli.agents import (
     add_agent_arguments,
     add_run_arguments,
     context_turns,
+    open_questions,
     open_tools,
     run_options,
     text_or_file,
 )
-from mempo_trl.cli.questions import QUESTIONS, open_questions
+from mempo_trl.cli.questions import QUESTIONS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,10 +8,11 @@ from mempo_trl.cli.agents import (
     MODEL,
     add_agent_arguments,
     add_run_arguments,
+    open_questions,
     open_tools,
     run_options,
 )
-from mempo_trl.cli.questions import QUESTIONS, open_questions
+from mempo_trl.cli.questions import QUESTIONS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,20 +1,33 @@
-"""Questions of several objectives, made of questions of one (MEM1, https://huggingface.co/papers/2506.15841).
+"""Questions of several objectives, made of questions of one. Nothing here needs torch.
 
-Nothing here needs torch.
+    from mempo_trl.data import compose, read_questions
+
+    parts = [read_questions("nq_train.jsonl"), read_questions("hotpotqa_train.jsonl")]
+    composition = compose(parts, [2, 4], number=1000)
+    composition.write("train.parquet")
+
+As in MEM1 (arXiv 2506.15841), the parts are asked in one line, separated by ";", which also separates the answers.
 """
 
-import random
+import hashlib
+import heapq
+import json
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 from pathlib import Path
+from typing import Any
 
-from ..run_folder import json_lines, write_whole
-from .readers import Row, same_question
+from ..rewards import OBJECTIVE_SEPARATOR, normalize_answer
+from .readers import QuestionSet
+from .writing import write_questions
 
 
-# What stands between the questions of a row, as in MEM1, and in an answer between the answers.
-SEPARATOR = "; "
+Rows = QuestionSet | Iterable[Mapping[str, Any]]
+_EXAMPLES = 3
+# Deals that are tried until no question comes twice, which only happens where there are few.
+_ATTEMPTS = 50
 
 
 @dataclass
@@ -22,208 +35,321 @@ class Composition:
     """Questions of several objectives.
 
     Attributes:
-        rows: `{"id", "question", "answers", "source", "parts"}`: the questions one after the other, the accepted
-            answers of each in the same order, the sources, and the ids of the questions that it is made of.
-        dropped: why questions are not used, and how many for each reason.
+        rows: one dictionary for each: `id`, `question`, `answers` (accepted answers of each objective, in the order of
+            the parts), `source` (those of the parts, joined by "+"), and of the parts `part_ids`, `part_sources` and
+            `part_questions`.
+        parts: questions of one objective that could be used.
+        uses: how often the parts are used: for each number of times, how many.
+        dropped: for each reason how many questions were not used.
+        examples: for each reason the first few of those.
+        notes: what else was done, and how often.
     """
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    parts: int = 0
+    uses: Counter[int] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+    notes: Counter[str] = field(default_factory=Counter)
+
+    def write(self, path: str | Path, overwrite: bool = False) -> None:
+        """Write the questions: see `mempo_trl.data.writing.write_questions`."""
+        write_questions(self.rows, path, overwrite)
 
     def __str__(self) -> str:
-        text = f"{len(self.rows):,} rows"
-        return f"{text}; questions not used: {_counts(self.dropped)}." if self.dropped else f"{text}."
+        times = ", ".join(f"{count:,} {number}×" for number, count in sorted(self.uses.items()))
+        lines = [f"{len(self.rows):,} questions are made of {self.parts:,} ({times})"]
+        for reason, count in self.dropped.most_common():
+            lines.append(f"  not used: {count:,}: {reason}")
+            lines += [f"    {example}" for example in self.examples[reason]]
+        lines += [f"  {count:,}: {note}" for note, count in self.notes.most_common()]
+        return "\n".join(lines)
 
 
 def compose(
-    questions: Iterable[Row],
-    objectives: int | Sequence[int],
+    sets: Iterable[Rows],
+    objectives: int | Iterable[int],
     *,
     number: int | None = None,
     seed: int = 0,
     across_sources: bool = False,
-    exclude: Iterable[Row] = (),
+    style: str = "joined",
+    exclude: Iterable[Rows] = (),
 ) -> Composition:
-    """Make questions of several objectives of questions of one.
+    """Make questions of several objectives.
 
-    Questions are dealt like cards: each is used once before any is used twice, and none twice in a row. As ";" stands
-    between the answers of a row, accepted answers with a ";" are left out, and questions that have no other.
+    Every part is used once before any is used twice (in each source, unless they are mixed), and none twice in one
+    question. What is made depends on the questions and the seed alone, not on the machine.
 
     Args:
-        questions: as `read_questions` gives them; of several sources, if you like.
-        objectives: questions in a row. Of several numbers, each gets as many rows.
-        number: rows; `None` makes as many as use no question twice.
-        seed: the same seed gives the same rows, on every machine.
-        across_sources: whether a row may be made of questions of different sources; if not, each source gets a share
-            of the rows that is in proportion to its questions.
-        exclude: questions that are not used, such as those of a test set.
+        sets: what `read_questions` returns, or such rows. Left out are questions that have several objectives already,
+            a conversation of their own, or no accepted answer without a semicolon, which separates the answers of
+            several objectives; and what another one asks, too.
+        objectives: how many parts a question has. Of several numbers, each gets as many questions.
+        number: how many questions to make; by default as many as use each part once.
+        seed: another one makes others.
+        across_sources: whether a question may have parts of several sources.
+        style: "joined": "who wrote Dune?; where is it set?", as MEM1 asks. "numbered": a line for each part, with its
+            number.
+        exclude: test sets. What they ask is left out: see `question_key`.
+
+    Returns:
+        The questions, and what was left out.
 
     Raises:
-        ValueError: if an argument is out of its range, or a source has too few questions.
+        ValueError: if the arguments do not fit, or there are not enough questions.
     """
-    sizes = [objectives] if isinstance(objectives, int) else list(objectives)
-    if not sizes or not all(isinstance(size, int) and size >= 1 for size in sizes):
-        raise ValueError(f"`objectives={objectives!r}` is not allowed: it must be whole numbers, each at least 1.")
-    if number is not None and (not isinstance(number, int) or number < 1):
+    counts = _counts(objectives)
+    if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
         raise ValueError(f"`number={number!r}` is not allowed: it must be a whole number, at least 1.")
+    if style not in _STYLES:
+        raise ValueError(f"`style={style!r}` is not allowed: it must be {' or '.join(map(repr, _STYLES))}.")
     composition = Composition()
-    pools: dict[str, list[Row]] = {}
-    for row in _usable(questions, exclude, composition.dropped):
-        pools.setdefault("" if across_sources else row["source"], []).append(row)
-    if not pools:
-        raise ValueError(f"There is no question to compose: {_counts(composition.dropped) or 'none was given'}.")
-    for source, pool in pools.items():
-        if len(pool) < max(sizes):
-            raise ValueError(
-                f"{max(sizes)} objectives need as many questions, but {source or 'all sources together'} "
-                f"{'has' if source else 'have'} {len(pool)}: give more, or fewer objectives."
-            )
-    rng = random.Random(seed)
-    dealt: list[list[Row]] = []
-    for pool, share in zip(pools.values(), _shares([len(pool) for pool in pools.values()], number), strict=True):
-        rounds = len(pool) if share is None else share
-        dealer = _Dealer(pool, rng)
-        for turn in range(rounds):
-            size = sizes[(len(dealt) if share is not None else turn) % len(sizes)]
-            if share is None and dealer.left < size:
-                break
-            dealt.append(dealer.deal(size))
-    rng.shuffle(dealt)
-    for position, parts in enumerate(dealt):
-        composition.rows.append(
-            {
-                "id": f"composed-{seed}-{position}",
-                "question": SEPARATOR.join(part["question"] for part in parts),
-                "answers": [part["answers"][0] for part in parts],
-                "source": "+".join(dict.fromkeys(part["source"] for part in parts)),
-                "parts": [part["id"] for part in parts],
-            }
+    parts = _usable(sets, max(counts) > 1, _keys(exclude), composition)
+    composition.parts = len(parts)
+    pools: dict[str, list[dict[str, Any]]] = {}
+    for part in parts:
+        pools.setdefault("" if across_sources else part["source"], []).append(part)
+    plan = _plan(counts, number, {name: len(pool) for name, pool in pools.items()}, seed)
+    for attempt in range(_ATTEMPTS):
+        decks = {name: _Deck(pools[name], seed, name, attempt) for name in sorted(pools)}
+        seen: set[str] = set()
+        rows = [_row(decks[name].draw(count), style, seen) for name, count in plan]
+        found = [row for row in rows if row is not None]
+        if len(found) == len(plan):
+            composition.rows = found
+            composition.uses = Counter(uses for deck in decks.values() for uses in deck.uses())
+            return composition
+    raise ValueError(
+        f"`number={len(plan)}` is too many for so few questions: {len(plan)} different ones were not found. Give more "
+        "questions, or make `number` smaller."
+    )
+
+
+def question_key(question: str) -> str:
+    """What two questions have in common that ask the same: no case, no punctuation, no articles, no Unicode forms."""
+    return normalize_answer(question) or " ".join(question.split())
+
+
+def part_questions(row: Mapping[str, Any]) -> list[str]:
+    """The questions that a row asks: those of its parts if it has several objectives, as far as they can be told."""
+    if row.get("part_questions"):
+        return list(row["part_questions"])
+    question, objectives = row["question"], row["answers"]
+    if isinstance(objectives[0], list) and len(objectives) > 1:
+        pieces = [piece.strip() for piece in question.split(";")]
+        if len(pieces) == len(objectives):
+            return pieces
+    return [question]
+
+
+def without(rows: Iterable[Mapping[str, Any]], exclude: Iterable[Rows]) -> list[dict[str, Any]]:
+    """The rows that ask nothing that a test set asks: see `question_key`."""
+    keys = _keys(exclude)
+    return [dict(row) for row in rows if not any(question_key(part) in keys for part in part_questions(row))]
+
+
+def rows_of(questions: Rows) -> Iterable[Mapping[str, Any]]:
+    """The rows of a question set, or of what is rows already."""
+    return questions.rows if isinstance(questions, QuestionSet) else questions
+
+
+def _keys(sets: Iterable[Rows]) -> set[str]:
+    return {question_key(part) for one in sets for row in rows_of(one) for part in part_questions(row)}
+
+
+def _counts(objectives: int | Iterable[int]) -> list[int]:
+    counts = [objectives] if isinstance(objectives, int) else list(objectives)
+    wrong = [count for count in counts if not isinstance(count, int) or isinstance(count, bool) or count < 1]
+    if wrong or not counts or len(set(counts)) < len(counts):
+        raise ValueError(f"`objectives={objectives!r}` is not allowed: give whole numbers, at least 1, each once.")
+    return counts
+
+
+def _usable(
+    sets: Iterable[Rows], separated: bool, excluded: set[str], composition: Composition
+) -> list[dict[str, Any]]:
+    """The questions of one objective that can be parts."""
+
+    def drop(reason: str, row: Mapping[str, Any]) -> None:
+        composition.dropped[reason] += 1
+        examples = composition.examples.setdefault(reason, [])
+        if len(examples) < _EXAMPLES:
+            examples.append(f"{row['id']}: {row['question'][:100]}")
+
+    parts: list[dict[str, Any]] = []
+    known: set[str] = set()
+    for one in sets:
+        for number, given in enumerate(rows_of(one)):
+            row = {"id": str(number), "source": "questions", **given}
+            answers = row["answers"] if isinstance(row["answers"][0], list) else [row["answers"]]
+            key = question_key(row["question"])
+            accepted = [text for text in answers[0] if not (separated and OBJECTIVE_SEPARATOR.search(text))]
+            if len(answers) > 1:
+                drop("it has several objectives already", row)
+            elif row.get("prompt") is not None:
+                drop("it has a conversation of its own", row)
+            elif not accepted:
+                drop("all its accepted answers have a semicolon, which separates answers", row)
+            elif key in excluded:
+                drop("a test set asks it, too", row)
+            elif key in known:
+                drop("another one asks it, too", row)
+            else:
+                if len(accepted) < len(answers[0]):
+                    composition.notes["with accepted answers left out that have a semicolon"] += 1
+                known.add(key)
+                part = {"id": str(row["id"]), "question": " ".join(row["question"].split()), "source": row["source"]}
+                parts.append({**part, "answers": accepted})
+    if not parts:
+        reasons = "; ".join(f"{count:,}: {reason}" for reason, count in composition.dropped.most_common())
+        raise ValueError(f"There is no question to compose of ({reasons or 'none was given'}).")
+    return parts
+
+
+def _plan(counts: list[int], number: int | None, sizes: dict[str, int], seed: int) -> list[tuple[str, int]]:
+    """For each question to make the pool that its parts come from, and how many they are."""
+    if max(counts) > max(sizes.values()):
+        where = f"source {max(sizes, key=lambda name: sizes[name])!r}" if "" not in sizes else "all sources together"
+        hint = " Mix sources (`across_sources`), or make" if len(sizes) > 1 else " Make"
+        raise ValueError(
+            f"{max(counts)} objectives need as many questions, but {where} has only {max(sizes.values())}.{hint} "
+            "`objectives` smaller."
         )
-    return composition
-
-
-def _usable(questions: Iterable[Row], exclude: Iterable[Row], dropped: Counter[str]) -> Iterator[Row]:
-    seen = {same_question(row["question"]) for row in exclude}
-    excluded = frozenset(seen)
-    for row in questions:
-        key = same_question(row["question"])
-        if key in excluded:
-            dropped["excluded"] += 1
-        elif key in seen:
-            dropped["a second time"] += 1
-        elif len(row["answers"]) != 1:
-            dropped["with several objectives already"] += 1
-        else:
-            seen.add(key)
-            accepted = [answer for answer in row["answers"][0] if ";" not in answer]
-            if accepted:
-                yield {**row, "answers": [accepted]}
-            else:
-                dropped['with ";" in every answer'] += 1
-
-
-def _shares(sizes: list[int], number: int | None) -> list[int | None]:
-    """Parts of a number in proportion to sizes, by the largest remainders."""
+    balance = _Balance(counts, sizes, once=number is None)
+    plan: list[tuple[str, int]] = []
     if number is None:
-        return [None] * len(sizes)
-    exact = [number * size / sum(sizes) for size in sizes]
-    shares = [int(share) for share in exact]
-    by_remainder = sorted(range(len(sizes)), key=lambda n: (shares[n] - exact[n], n))
-    for n in by_remainder[: number - sum(shares)]:
-        shares[n] += 1
-    return list(shares)
+        while len(taken := list(balance.take(sorted(counts, reverse=True)))) == len(counts):
+            plan += taken
+        if not plan:
+            raise ValueError(
+                f"One question for each of `objectives={counts}` needs more questions than there are: give `number`, "
+                "to use some twice, or make `objectives` smaller."
+            )
+    else:
+        shares = [number // len(counts) + (place < number % len(counts)) for place in range(len(counts))]
+        for count, share in sorted(zip(counts, shares, strict=True), reverse=True):
+            plan += balance.take([count] * share)
+    order = sorted(range(len(plan)), key=lambda place: _hash(seed, "order", place))
+    return [plan[place] for place in order]
 
 
-class _Dealer:
-    """Deals questions; when none is left, all of them anew in another order."""
+class _Balance:
+    """Picks pools such that their questions are used about equally often.
 
-    def __init__(self, pool: list[Row], rng: random.Random):
-        self._pool, self._rng = pool, rng
-        self._deck: deque[Row] = deque()
-        self._shuffle()
+    Args:
+        counts: how many questions are picked together.
+        sizes: how many each pool has.
+        once: whether no question may be used twice.
+    """
 
-    @property
-    def left(self) -> int:
-        return len(self._deck)
+    def __init__(self, counts: list[int], sizes: dict[str, int], once: bool):
+        self._sizes, self._once = sizes, once
+        self._used = dict.fromkeys(sizes, 0)
+        # How much of a pool will be used then. It only grows, so that an entry that is out of date is never too large.
+        self._heaps = {
+            count: sorted((count / size, name) for name, size in sizes.items() if size >= count) for count in counts
+        }
 
-    def deal(self, size: int) -> list[Row]:
-        """Take different questions."""
-        hand: dict[int, Row] = {}
-        again: list[Row] = []
-        while len(hand) < size:
-            if not self._deck:
-                self._shuffle()
-            row = self._deck.popleft()
-            if id(row) in hand:
-                again.append(row)  # from a new round: its turn comes with the next row
+    def take(self, counts: Sequence[int]) -> Iterator[tuple[str, int]]:
+        """A pool for each of these counts, until none has enough left."""
+        for count in counts:
+            heap = self._heaps[count]
+            while heap:
+                expected, name = heap[0]
+                after = self._used[name] + count
+                if self._once and after > self._sizes[name]:
+                    heapq.heappop(heap)
+                elif after / self._sizes[name] > expected:
+                    heapq.heapreplace(heap, (after / self._sizes[name], name))
+                else:
+                    self._used[name] = after
+                    yield name, count
+                    break
             else:
-                hand[id(row)] = row
-        self._deck.extendleft(reversed(again))
-        return list(hand.values())
+                return
+
+
+class _Deck:
+    """Questions to draw from: all of them once, in an order of chance, before any of them again."""
+
+    def __init__(self, parts: list[dict[str, Any]], seed: int, name: str, attempt: int):
+        self._parts, self._name = parts, name
+        self._seed = (seed,) if attempt == 0 else (seed, attempt)
+        self._round = 0
+        self._waiting: deque[int] = deque()
+        self._uses = [0] * len(parts)
+
+    def draw(self, count: int) -> list[dict[str, Any]]:
+        drawn: list[int] = []
+        taken: set[int] = set()
+        skipped: list[int] = []
+        while len(drawn) < count:
+            if not self._waiting:
+                self._shuffle()
+            index = self._waiting.popleft()
+            if index in taken:  # it ended the round before: it comes first in the next question
+                skipped.append(index)
+                continue
+            taken.add(index)
+            drawn.append(index)
+        self._waiting.extendleft(reversed(skipped))
+        for index in drawn:
+            self._uses[index] += 1
+        return [self._parts[index] for index in drawn]
+
+    def uses(self) -> list[int]:
+        return self._uses
 
     def _shuffle(self) -> None:
-        order = list(self._pool)
-        self._rng.shuffle(order)
-        self._deck.extend(order)
+        self._round += 1
+
+        def key(index: int) -> bytes:
+            part = self._parts[index]
+            return _hash(*self._seed, self._round, self._name, part["source"], part["id"], part["question"])
+
+        self._waiting.extend(sorted(range(len(self._parts)), key=key))
 
 
-def write_questions(rows: Sequence[Row], file: str | Path) -> None:
-    """Write questions to a `.parquet` or `.jsonl` file, which appears whole or not at all.
-
-    `read_questions` reads them back as they are, and `datasets.load_dataset` makes what `MemPOTrainer` takes.
-
-    Raises:
-        ValueError: if the name has another ending.
-        OSError: if it cannot be written.
-    """
-    file = Path(file)
-    if file.suffix == ".jsonl":
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json_lines(rows))
-    elif file.suffix == ".parquet":
-        import pyarrow
-        import pyarrow.parquet
-
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(f".{file.name}.tmp")
-        try:
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), temporary)
-            temporary.replace(file)
-        finally:
-            temporary.unlink(missing_ok=True)
+def _row(parts: list[dict[str, Any]], style: str, seen: set[str]) -> dict[str, Any] | None:
+    """The question that asks the parts, in an order that was not asked before; `None` if there is none."""
+    for order in permutations(parts):
+        question = _STYLES[style]([part["question"] for part in order])
+        digest = _hash(question).hex()[:16]
+        if digest not in seen:
+            break
     else:
-        raise ValueError(f"{file} is not allowed as the name of the questions: it must end in .parquet or .jsonl.")
+        return None
+    seen.add(digest)
+    return {
+        "id": f"{len(parts)}-{digest}",
+        "question": question,
+        "answers": [list(part["answers"]) for part in order],
+        "source": "+".join(dict.fromkeys(part["source"] for part in order)),
+        "part_ids": [part["id"] for part in order],
+        "part_sources": [part["source"] for part in order],
+        "part_questions": [part["question"] for part in order],
+    }
 
 
-def to_table(rows: Sequence[Row], other: Sequence[Row] = ()) -> str:
-    """Statistics of questions, as a Markdown table.
-
-    Args:
-        rows: questions.
-        other: a second set, such as the test set: how many questions are in both is counted.
-    """
-    words = sorted(len(row["question"].split()) for row in rows)
-    accepted = [len(answers) for row in rows for answers in row["answers"]]
-    by_source: Counter[str] = Counter(row["source"] for row in rows)
-    by_objectives: Counter[int] = Counter(len(row["answers"]) for row in rows)
-    lines = ["| questions | |", "| --- | --- |", f"| rows | {len(rows):,} |"]
-    lines += [f"| from {source.replace('|', '/')} | {count:,} |" for source, count in by_source.most_common(20)]
-    lines += [f"| with {n} objective{'s' * (n != 1)} | {by_objectives[n]:,} |" for n in sorted(by_objectives)]
-    if rows:
-        lines.append(f"| words of a question: median, most | {words[len(words) // 2]:,}, {words[-1]:,} |")
-        lines.append(f"| accepted answers of an objective: mean, most | {_mean(accepted):.2f}, {max(accepted):,} |")
-    uses = Counter(part for row in rows for part in row.get("parts", []))
-    if uses:
-        lines.append(f"| uses of a question: least, most | {min(uses.values())}, {max(uses.values())} |")
-    if other:
-        asked = {same_question(row["question"]) for row in other}
-        lines.append(f"| in the other set too | {sum(same_question(row['question']) in asked for row in rows):,} |")
-    return "\n".join(lines) + "\n"
+def _joined(questions: Sequence[str]) -> str:
+    return "; ".join(questions if len(questions) == 1 else map(_asked, questions))
 
 
-def _mean(values: list[int]) -> float:
-    return sum(values) / len(values)
+def _numbered(questions: Sequence[str]) -> str:
+    if len(questions) == 1:
+        return questions[0]
+    return "\n".join(f"{place}. {_asked(question)}" for place, question in enumerate(questions, start=1))
 
 
-def _counts(dropped: Counter[str]) -> str:
-    return ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
+def _asked(question: str) -> str:
+    """The question with a mark at its end, by which the next one is told apart."""
+    return question if question.endswith(("?", ".", "!", "？", "。", "！")) else f"{question}?"
+
+
+_STYLES: dict[str, Callable[[Sequence[str]], str]] = {"joined": _joined, "numbered": _numbered}
+
+
+def _hash(*parts: Any) -> bytes:
+    """The same on every machine, unlike `hash` and, over versions of Python, `random`."""
+    return hashlib.sha256(json.dumps(parts).encode()).digest()

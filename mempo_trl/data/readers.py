@@ -1,96 +1,96 @@
-"""Questions with answers, from the files and data sets that the field publishes. Nothing here needs torch.
+"""Question sets in the forms in which they are published. Nothing here needs torch.
 
-What is known by its columns:
+from mempo_trl.data import read_questions
 
-| schema | columns | question | answers |
-| --- | --- | --- | --- |
-| `verl` (Search-R1, MEM1, MemPO) | `reward_model` | `question`, `extra_info.question`, or the end of `prompt` | `reward_model.ground_truth`, with or without `target` |
-| `flashrag` | `golden_answers` | `question` | `golden_answers` |
-| `natural_questions` | `annotations` | `question.text` | short answers, or yes and no |
-| `musique` | `answer_aliases` | `question` | `answer` and `answer_aliases`, where `answerable` |
-| `2wikimultihopqa` | `answer`, `evidences` | `question` | `answer` |
-| `hotpotqa` | `answer`, `supporting_facts` | `question` | `answer` |
-| `own` | `answers` | `question`, or the end of `prompt` | `answers`; SQuAD's `answers.text` too |
-| `plain` (NQ-open and others) | `answer` | `question` | `answer`, a text or several |
-"""  # noqa: E501
+questions = read_questions("hotpot_dev_fullwiki_v1.json")
+print(questions.report)
+"""
 
 import json
-import math
-import re
 import unicodedata
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ..run_folder import short
-from .sources import read_rows
+from .answers import Unusable, get_column, top_level, unique
+from .schemas import SCHEMAS, Parsed, Schema, column_schema, detect_schema, parse_question
+from .sources import Source, open_source
 
 
-Row = dict[str, Any]
-Answers = list[list[str]]
-
-# Where the instructions end and the question begins, in prompts of Search-R1, verl and MEM1.
-_ASKED = re.compile(r"\bQuestion:|\bAnswer (?:all of )?the following (?:\w+ )?questions?:")
-_ANSWER_SPLIT = "<|answer_split|>"  # between the answers of a row of MEM1's that has them in one text
-_SHOWN = 3  # examples of each reason in a report
+_EXAMPLES = 3
+# What composed questions keep of their parts.
+PARTS = ("part_ids", "part_sources", "part_questions")
 
 
-class UnusableError(ValueError):
-    """A row has no question or no answer that could be used; the text is the reason, the same for all such rows."""
+class QuestionsDropped(UserWarning):
+    """Some rows of a question set could not be used."""
 
 
 @dataclass
-class Report:
-    """What became of the rows of a source.
+class ReadingReport:
+    """What became of the rows of a question set.
 
     Attributes:
-        source: as it was named.
-        schema: the one that they were read by.
-        rows: how many there were.
-        kept: how many questions came of them.
-        dropped: why the others are not used, and how many for each reason.
-        examples: for each reason, the first rows that it holds for, shortened.
+        source: what was read.
+        schema: the name of the schema.
+        about: what the schema is, in a few words.
+        read: rows that were read; as many as were kept and dropped.
+        kept: questions.
+        dropped: for each reason how many rows were dropped.
+        examples: for each reason the first few rows, each with its place.
+        notes: what else was done, and how often.
     """
 
     source: str
     schema: str
-    rows: int = 0
+    about: str
+    read: int = 0
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
+    notes: Counter[str] = field(default_factory=Counter)
 
-    def drop(self, reason: str, row: Any) -> None:
-        """Count a row that is not used."""
+    def drop(self, reason: str, place: str, row: Mapping[str, Any]) -> None:
+        """Count a row that is dropped."""
         self.dropped[reason] += 1
-        shown = self.examples.setdefault(reason, [])
-        if len(shown) < _SHOWN:
-            shown.append(short(row))
+        examples = self.examples.setdefault(reason, [])
+        if len(examples) < _EXAMPLES:
+            examples.append(f"{place}: {_short(row)}")
+
+    def summary(self) -> str:
+        """What was dropped, in one sentence."""
+        reasons = "; ".join(f"{count:,}: {reason}" for reason, count in self.dropped.most_common())
+        return f"{self.source}: {self.dropped.total():,} of {self.read:,} rows are dropped ({reasons})."
 
     def __str__(self) -> str:
-        text = f"{self.source}: {self.kept:,} of {self.rows:,} rows, read as {self.schema}"
-        reasons = [f"{count:,} {reason} (such as {self.examples[reason][0]})" for reason, count in self.dropped.items()]
-        return f"{text}; dropped: {'; '.join(reasons)}." if reasons else f"{text}."
+        lines = [f"{self.source}: {self.kept:,} of {self.read:,} rows are kept, schema {self.schema} ({self.about})"]
+        for reason, count in self.dropped.most_common():
+            lines.append(f"  dropped: {count:,}: {reason}")
+            lines += [f"    {example}" for example in self.examples[reason]]
+        lines += [f"  {count:,}: {note}" for note, count in self.notes.most_common()]
+        return "\n".join(lines)
 
 
 @dataclass
 class QuestionSet:
-    """Questions of one source.
+    """Questions with accepted answers.
 
     Attributes:
-        rows: `{"id", "question", "answers", "source"}`: texts, and for each objective the answers that count as right.
+        rows: one dictionary for each question: `id`, `question`, `answers` (accepted answers of each objective),
+            `source`, `prompt` (a conversation) where the schema has one, and the parts of questions that
+            `mempo_trl.data.compose` has made: `part_ids`, `part_sources`, `part_questions`.
         report: what was read, and what was dropped.
     """
 
-    rows: list[Row]
-    report: Report
+    rows: list[dict[str, Any]]
+    report: ReadingReport
 
 
 def read_questions(
-    source: str | Path,
+    source: str | Path | Iterable[Mapping[str, Any]],
     *,
     schema: str = "auto",
     split: str | None = None,
@@ -99,298 +99,212 @@ def read_questions(
     question_column: str | None = None,
     answers_column: str | None = None,
     id_column: str | None = None,
-    max_rows: int | None = None,
+    aliases: str | Path | None = None,
 ) -> QuestionSet:
-    """Read questions with answers in any of the schemas above.
+    """Read a question set.
 
-    Rows without a question or an answer, and questions that were there before, are dropped, counted in the report, and
-    warned of. Numbers and truth values become texts (`True` is "yes"). A missing id is the row's number; the second
-    row of an id is called `<id>#2`.
+    Rows without a question or without an answer are dropped, and so is a row that is there already. A question that is
+    there already with other answers adds its answers to those of the first. Whatever is dropped is counted in the
+    report, and warned of.
 
     Args:
-        source: a `.jsonl` (also `.gz`), `.json` or `.parquet` file, a folder of such, or the name of a data set on the
-            Hub.
-        schema: its name; "auto" tells it by the columns of the first row.
-        split: of a folder (by the names of its files) or a data set; it may be left out where there is only one.
-        config: configuration of a data set.
+        source: a `.jsonl`, `.json` (both also `.gz`), `.parquet`, `.csv` or `.tsv` file; a folder of such, laid out as
+            `datasets` reads it; the name of a data set on the Hub, if there is no such path; or rows.
+        schema: a name of `mempo_trl.data.schemas.SCHEMAS`, or "auto": what the columns say.
+        split: of a folder or a data set on the Hub. May be left out if there is one alone.
+        config: of a folder or a data set on the Hub.
         revision: branch, tag or commit of a data set on the Hub.
-        question_column, answers_column, id_column: where these are, instead of where the schema has them. A dot leads
-            into a column: `reward_model.ground_truth.target`.
-        max_rows: only the first so many rows.
+        question_column: the column of the questions, if not the schema's: texts, or conversations whose last message
+            asks. Dots lead into nested columns.
+        answers_column: the column of the answers, if not the schema's, in a form of
+            `mempo_trl.data.answers.parse_answers`.
+        id_column: the column of the ids, if not the schema's. A row without one is called by its source and number, and
+            an id that is taken gets a number.
+        aliases: the file `id_aliases.json` of 2WikiMultihopQA, with further names of the answers.
+
+    Returns:
+        The questions, in their order, and a report.
 
     Raises:
-        FileNotFoundError: if the source is neither there nor on the Hub.
-        ValueError: if an argument is wrong, a line is damaged (it is named), or no question can be used.
+        FileNotFoundError: if there is no such file, folder or data set.
+        ValueError: if a file is damaged, no schema fits or several do, a column is missing, or no row can be used.
     """
-    if max_rows is not None and (not isinstance(max_rows, int) or max_rows < 1):
-        raise ValueError(f"`max_rows={max_rows!r}` is not allowed: it must be a whole number, at least 1.")
-    if schema not in ("auto", *SCHEMAS):
-        raise ValueError(f"`schema={schema!r}` is not allowed: it must be auto, {', '.join(SCHEMAS)}.")
-    rows = read_rows(source, split, config, revision)
-    first = next(rows, None)
-    if first is None:
-        raise ValueError(f"{source} has no rows.")
-    extract, name = _extractor(first, str(source), schema, question_column, answers_column)
-    report = Report(str(source), name)
-    taken: list[Row] = []
-    before: dict[str, Answers] = {}
-    ids: Counter[str] = Counter()
-    for number, row in enumerate(chain([first], rows)):
-        if max_rows is not None and number == max_rows:
-            break
-        report.rows += 1
+    found = open_source(source, split, config, revision)
+    if not found.sample:
+        raise ValueError(f"{found.shown} has no rows.")
+    chosen = _choose_schema(found, schema, question_column, answers_column)
+    names = _names_of(aliases) if aliases is not None else {}
+    if id_column is not None:
+        _check_column(found, "id_column", id_column)
+    report = ReadingReport(found.shown, chosen.name, chosen.about)
+    id_columns = (id_column,) if id_column is not None else chosen.ids
+    columns = [*chosen.columns, *id_columns, *([chosen.source] if chosen.source else [])]
+    for name in (question_column, answers_column, id_column):
+        if name is not None:
+            columns += [name, top_level(name)]
+    rows: list[dict[str, Any]] = []
+    known: dict[str, int] = {}
+    ids = _Ids()
+    for number, (place, row) in enumerate(found.rows(columns)):
+        report.read += 1
         try:
-            question, answers = extract(row)
-            own_id = read_column(row, id_column) if id_column else _first(row, "id", "_id", "example_id")
-        except UnusableError as error:
-            report.drop(str(error), row)
+            asked: Mapping[str, Any] = row
+            if question_column is not None and chosen.name != "columns":
+                asked = {**row, "question": parse_question(row, question_column), "prompt": None}
+            parsed = chosen.read(asked, names)
+        except Unusable as error:
+            report.drop(str(error), place, row)
             continue
-        except KeyError as error:
-            raise ValueError(f"Row {number} of {source} has no column {error.args[0]!r}: {short(row)}") from error
-        key = same_question(question)
-        if key in before:
-            again = "with the question of a row before"
-            report.drop(again if before[key] == answers else f"{again}, but other answers", row)
+        key = _key(parsed)
+        if key in known:
+            _repeat(rows[known[key]], parsed, report, place, row)
             continue
-        before[key] = answers
-        origin = row.get("source") or row.get("data_source") or Path(str(source)).name
-        row_id = _unused(str(number) if own_id is None or own_id == "" else str(own_id), ids)
-        taken.append({"id": row_id, "question": question, "answers": answers, "source": str(origin)})
-    report.kept = len(taken)
-    if not taken:
-        raise ValueError(f"No row can be used. {report}")
+        known[key] = len(rows)
+        origin = get_text(row, chosen.source) or found.name
+        own_id = next((text for column in id_columns if (text := get_text(row, column))), None)
+        if own_id is None and id_column is not None:
+            report.notes["without an id: called by source and number"] += 1
+        unique_id = ids.take(own_id or f"{origin}-{number}")
+        if own_id is not None and unique_id != own_id:
+            report.notes["an id that is taken: got a number"] += 1
+        if parsed.blank:
+            report.notes["with blank accepted answers: left out"] += 1
+        if parsed.whole_prompt:
+            report.notes["its whole prompt is taken for the question: no instructions were found in it"] += 1
+        kept: dict[str, Any] = {
+            "id": unique_id,
+            "question": parsed.question,
+            "answers": parsed.objectives,
+            "source": origin,
+        }
+        if parsed.prompt is not None:
+            kept["prompt"] = parsed.prompt
+        if chosen.name == "mempo":
+            kept |= _parts(row)
+        rows.append(kept)
+    report.kept = len(rows)
+    if not rows:
+        raise ValueError(f"{report.summary()} No question is left.")
     if report.dropped:
-        warnings.warn(str(report), stacklevel=2)
-    return QuestionSet(taken, report)
+        warnings.warn(report.summary(), QuestionsDropped, stacklevel=2)
+    return QuestionSet(rows, report)
 
 
-def read_column(row: Mapping[str, Any], column: str) -> Any:
-    """What a row has in a column, into which dots may lead.
-
-    Raises:
-        KeyError: if it has no such column.
-    """
-    if column in row:
-        return row[column]
-    value: Any = row
-    for name in column.split("."):
-        if not isinstance(value, Mapping) or name not in value:
-            raise KeyError(column)
-        value = value[name]
-    return value
-
-
-def read_answers(row: Mapping[str, Any], column: str) -> Answers:
-    """The accepted answers of each objective of a row.
-
-    Args:
-        row: of a data set.
-        column: that holds them: a text, several, or several for each objective; or a `target` or `text` of these. Dots
-            may lead into it.
-
-    Raises:
-        KeyError: if there is no such column.
-        ValueError: if there is no answer for an objective.
-    """
-    return _objectives(read_column(row, column))
+def get_text(row: Mapping[str, Any], column: str | None) -> str | None:
+    """The text or whole number in a column, as text; `None` if there is none."""
+    if column is None:
+        return None
+    try:
+        value = get_column(row, column)
+    except KeyError:
+        return None
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        return None
+    return str(value).encode("utf-8", "replace").decode().strip() or None
 
 
-def _objectives(value: Any) -> Answers:
-    if isinstance(value, Mapping):
-        inner = value.get("target", value.get("text"))
-        if inner is None:
-            raise UnusableError("without an answer")
-        return _objectives(inner)
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:  # lists that were made texts to fit into a table
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            pass
-    if not isinstance(value, list | tuple):
-        value = [value]
-    nested = any(isinstance(part, list | tuple) for part in value)
-    objectives = [_accepted(part if isinstance(part, list | tuple) else [part]) for part in value] if nested else []
-    objectives = objectives or [_accepted(value)]
-    if not all(objectives):
-        raise UnusableError("without an answer")
-    return objectives
-
-
-def _accepted(values: Iterable[Any]) -> list[str]:
-    """Answers as texts, each once; blank ones are none."""
-    texts = []
-    for value in values:
-        if isinstance(value, bool):
-            texts.append("yes" if value else "no")
-        elif isinstance(value, str | int | float):
-            if not (isinstance(value, float) and math.isnan(value)):  # what a table has where nothing is
-                texts.append(str(value).strip())
-        elif value is not None:
-            raise UnusableError("with answers that are no texts")
-    return list(dict.fromkeys(text for text in texts if text))
-
-
-def _question(value: Any) -> str:
-    text = value.strip() if isinstance(value, str) else ""
-    if not text:
-        raise UnusableError("without a question")
-    return text
-
-
-def _from_prompt(prompt: Any) -> str:
-    """The question that a conversation ends in: what follows the instructions in the last message, or all of it."""
-    messages = prompt if isinstance(prompt, list | tuple) else [{"role": "user", "content": prompt}]
-    asked = [message for message in messages if isinstance(message, Mapping) and message.get("role") == "user"]
-    content = asked[-1].get("content") if asked else None
-    if isinstance(content, str):
-        *_, asked_part = _ASKED.split(content)
-        if asked_part != content:
-            content = asked_part.strip().partition("\n")[0]
-    return _question(content)
-
-
-def _unused(name: str, ids: Counter[str]) -> str:
-    """The name, or `<name>#2` and so on if it is taken; it is taken then."""
-    unused = name
-    while unused in ids:
-        ids[name] += 1
-        unused = f"{name}#{ids[name]}"
-    ids[unused] = 1
-    return unused
-
-
-def _first(row: Mapping[str, Any], *columns: str) -> Any:
-    """What the first of these columns holds that is there, or `None`."""
-    return next((row[column] for column in columns if row.get(column) is not None), None)
-
-
-def same_question(question: str) -> str:
-    """The same for questions that differ in nothing but spaces and in how Unicode spells them."""
-    return unicodedata.normalize("NFC", " ".join(question.split()))
-
-
-def _asked(row: Mapping[str, Any]) -> str:
-    """The question of a row that has it in a column of its own, or at the end of a prompt."""
-    extra = row.get("extra_info")
-    for place in (row, extra if isinstance(extra, Mapping) else {}):
-        if isinstance(place.get("question"), str):
-            return _question(place["question"])
-    if "prompt" not in row:
-        raise UnusableError("without a question")
-    return _from_prompt(row["prompt"])
-
-
-def _simple(column: str) -> Callable[[Row], tuple[str, Answers]]:
-    return lambda row: (_asked(row), read_answers(row, column))
-
-
-def _verl(row: Row) -> tuple[str, Answers]:
-    truth = read_column(row, "reward_model.ground_truth")
-    if isinstance(truth, str) and _ANSWER_SPLIT in truth:
-        truth = [[part] for part in truth.split(_ANSWER_SPLIT)]
-    return _asked(row), _objectives(truth)
-
-
-def _musique(row: Row) -> tuple[str, Answers]:
-    if row.get("answerable") is False:
-        raise UnusableError("that cannot be answered")
-    answers = _accepted([row.get("answer"), *(row.get("answer_aliases") or [])])
-    if not answers:
-        raise UnusableError("without an answer")
-    return _question(row.get("question")), [answers]
-
-
-def _natural_questions(row: Row) -> tuple[str, Answers]:
-    asked = row["question"]
-    annotations = row["annotations"]
-    if isinstance(annotations, Mapping):  # lists of columns, as `datasets` has it
-        short_answers = annotations.get("short_answers") or []
-        yes_no = annotations.get("yes_no_answer") or []
-    else:
-        short_answers = [answer for annotation in annotations for answer in annotation.get("short_answers") or []]
-        yes_no = [annotation.get("yes_no_answer") for annotation in annotations]
-    texts: list[Any] = []
-    for answer in short_answers:
-        text = answer.get("text") if isinstance(answer, Mapping) else None
-        texts += text if isinstance(text, list) else [text]
-    # On the Hub 0 and 1 stand for no and yes, -1 for neither; in Google's files "NONE" does.
-    known = {0: "no", 1: "yes", "no": "no", "yes": "yes"}
-    texts += [known.get(value.lower() if isinstance(value, str) else value) for value in yes_no]
-    answers = _accepted(texts)
-    if not answers:
-        raise UnusableError("without a short answer")
-    return _question(asked.get("text") if isinstance(asked, Mapping) else asked), [answers]
-
-
-@dataclass(frozen=True)
-class Schema:
-    """How to know rows of a schema, and to read them.
-
-    Attributes:
-        columns: that they have.
-        extract: question and answers of a row. Raises `UnusableError`, or `KeyError` with a missing column.
-    """
-
-    columns: frozenset[str]
-    extract: Callable[[Row], tuple[str, Answers]]
-
-
-# In the order in which they are tried: a row of Search-R1 has verl's columns and FlashRAG's.
-SCHEMAS = {
-    "verl": Schema(frozenset({"reward_model"}), _verl),
-    "flashrag": Schema(frozenset({"golden_answers"}), _simple("golden_answers")),
-    "natural_questions": Schema(frozenset({"question", "annotations"}), _natural_questions),
-    "own": Schema(frozenset({"answers"}), _simple("answers")),
-    "musique": Schema(frozenset({"question", "answer", "answer_aliases"}), _musique),
-    "2wikimultihopqa": Schema(frozenset({"question", "answer", "evidences"}), _simple("answer")),
-    "hotpotqa": Schema(frozenset({"question", "answer", "supporting_facts"}), _simple("answer")),
-    "plain": Schema(frozenset({"question", "answer"}), _simple("answer")),
-}
-
-
-def _extractor(
-    row: Row, source: str, schema: str, question_column: str | None, answers_column: str | None
-) -> tuple[Callable[[Row], tuple[str, Answers]], str]:
-    """How to read rows like this one, and what that is called."""
-    name = schema
-    if schema == "auto":
-        found = [name for name, known in SCHEMAS.items() if known.columns <= row.keys()]
-        name = found[0] if found else "columns"
-    for column in (question_column, answers_column):
+def _choose_schema(found: Source, schema: str, question_column: str | None, answers_column: str | None) -> Schema:
+    if schema != "auto" and schema not in SCHEMAS:
+        raise ValueError(f"`schema={schema}` is not known: {', '.join(('auto', *SCHEMAS))}.")
+    for argument, column in (("question_column", question_column), ("answers_column", answers_column)):
         if column is not None:
-            try:
-                read_column(row, column)
-            except KeyError as error:
-                raise ValueError(
-                    f"There is no column {column!r} in {source}; its columns are: {', '.join(row)}."
-                ) from error
-    if answers_column is None:
-        if name == "columns":
-            raise ValueError(
-                f"It is not known which column of {source} has the answers: name it (answers_column). Its columns are: "
-                f"{', '.join(row)}."
-            )
-        missing = SCHEMAS[name].columns - row.keys()
-        if missing:
-            raise ValueError(
-                f"{source} is not in the schema {name}: there is no column {', '.join(sorted(missing))}. Its columns "
-                f"are: {', '.join(row)}."
-            )
-        whole = SCHEMAS[name].extract
-        if question_column is None:
-            return whole, name
-        return lambda row: (_text_in(row, question_column), whole(row)[1]), name
-    answers: str = answers_column
-    if question_column is None:
-        if name == "columns" and not {"question", "prompt", "extra_info"} & row.keys():
-            raise ValueError(
-                f"It is not known which column of {source} has the questions: name it (question_column). Its columns "
-                f"are: {', '.join(row)}."
-            )
-        return lambda row: (_asked(row), read_answers(row, answers)), name
-    return lambda row: (_text_in(row, question_column), read_answers(row, answers)), name
+            _check_column(found, argument, column)
+    if answers_column is not None:
+        # The answers' column stands for a schema: what is missing is the question.
+        question = question_column or ("question" if "question" in found.columns else None)
+        if question is not None:
+            return column_schema(question, answers_column)
+        if "prompt" in found.columns:
+            return column_schema("prompt", answers_column)
+        raise ValueError(
+            f"{found.shown}: the columns are {', '.join(found.columns)}. Name the one of the questions, too "
+            "(`question_column`)."
+        )
+    columns = [*found.columns, *(["question"] if question_column is not None else [])]
+    if schema == "auto":
+        try:
+            return detect_schema(columns)
+        except ValueError as error:
+            raise ValueError(f"{found.shown}: {error}") from None
+    chosen = SCHEMAS[schema]
+    if missing := chosen.missing(columns):
+        raise ValueError(
+            f"{found.shown}: `schema={schema}` needs the column {missing[0]}, but the columns are "
+            f"{', '.join(found.columns) or 'none'}."
+        )
+    return chosen
 
 
-def _text_in(row: Row, column: str) -> str:
-    value = read_column(row, column)
-    return _question(value) if isinstance(value, str) or value is None else _from_prompt(value)
+def _check_column(found: Source, argument: str, column: str) -> None:
+    for row in found.sample:
+        try:
+            get_column(row, column)
+        except KeyError:
+            continue
+        break
+    else:
+        raise ValueError(
+            f"{found.shown}: `{argument}={column}` is not there, the columns are {', '.join(found.columns) or 'none'}."
+        )
+
+
+def _repeat(first: dict[str, Any], parsed: Parsed, report: ReadingReport, place: str, row: Mapping[str, Any]) -> None:
+    """Deal with a question that is there already."""
+    if len(first["answers"]) != len(parsed.objectives):
+        report.drop("the question is there already, with another number of objectives", place, row)
+        return
+    both = [unique([*old, *new]) for old, new in zip(first["answers"], parsed.objectives, strict=True)]
+    if both == first["answers"]:
+        report.drop("the question is there already, with the same answers", place, row)
+    else:
+        first["answers"] = both
+        report.drop("the question is there already: its other answers are accepted there, too", place, row)
+
+
+def _key(parsed: Parsed) -> str:
+    """What two rows of one question have in common."""
+    text = parsed.question if parsed.prompt is None else json.dumps(parsed.prompt, sort_keys=True, default=str)
+    return " ".join(unicodedata.normalize("NFC", text).split())
+
+
+class _Ids:
+    """Hands out ids, each once."""
+
+    def __init__(self) -> None:
+        self._next: dict[str, int] = {}
+
+    def take(self, wanted: str) -> str:
+        name = wanted
+        while name in self._next:
+            self._next[wanted] += 1
+            name = f"{wanted}-{self._next[wanted]}"
+        self._next[name] = 1
+        return name
+
+
+def _parts(row: Mapping[str, Any]) -> dict[str, list[str]]:
+    """What a composed question says of its parts."""
+    parts = {name: row.get(name) for name in PARTS}
+    if not all(isinstance(part, list) and all(isinstance(text, str) for text in part) for part in parts.values()):
+        return {}
+    return {name: list(part) for name, part in parts.items() if part is not None}
+
+
+def _names_of(path: str | Path) -> dict[str, Sequence[str]]:
+    """Further names by the id of an entity, from the file that 2WikiMultihopQA has of them."""
+    found = open_source(Path(path))
+    if "Q_id" not in found.columns or "aliases" not in found.columns:
+        raise ValueError(f"`aliases={path}` needs the columns Q_id and aliases, but has {', '.join(found.columns)}.")
+    return {
+        str(row["Q_id"]): [*(row.get("aliases") or ()), *(row.get("demonyms") or ())]
+        for _, row in found.rows(None)
+        if row.get("Q_id") is not None
+    }
+
+
+def _short(row: Mapping[str, Any]) -> str:
+    text = json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "replace").decode()
+    return text if len(text) <= 120 else text[:119] + "…"

@@ -1,149 +1,310 @@
-"""The rows of a source, as dictionaries: a file, a folder of files, a data set on the Hub. Nothing here needs torch."""
+"""Rows of files, folders and data sets on the Hub, with the place of each. Nothing here needs torch."""
 
+import csv
 import gzip
 import json
-from collections.abc import Iterator
+import re
+import zlib
+from codecs import BOM_UTF8
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
-
-from ..run_folder import short
+from typing import Any, BinaryIO, cast
 
 
-Row = dict[str, Any]
+ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv", ".tsv")
+_SAMPLE = 100  # rows that tell which columns there are
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+# Names of files that say nothing of what is in them.
+_SPLIT_NAME = re.compile(
+    r"(train|test|dev|valid|validation|val|eval|data|questions)([-_.]?\d+(-of-\d+)?)?", re.IGNORECASE
+)
+_SYNONYMS = {"dev": "validation", "val": "validation", "valid": "validation"}
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
-_SPLITS = {"train": "train", "test": "test", "dev": "validation", "val": "validation", "valid": "validation"}
-_SPLITS |= {"validation": "validation", "eval": "validation"}
+Place = str
+Rows = Iterator[tuple[Place, Mapping[str, Any]]]
 
 
-def read_rows(source: str | Path, split: str | None, config: str | None, revision: str | None) -> Iterator[Row]:
-    """Read the rows of a source, one after the other.
+@dataclass(frozen=True)
+class Source:
+    """Where rows come from.
+
+    Attributes:
+        name: what the rows are said to come from, if they do not say themselves.
+        shown: how messages call it.
+        columns: the top-level columns of the first rows.
+        sample: the first rows.
+        rows: reads the rows, of these columns alone where that is faster (`None`: all).
+    """
+
+    name: str
+    shown: str
+    columns: list[str]
+    sample: list[Mapping[str, Any]]
+    rows: Callable[[Sequence[str] | None], Rows]
+
+
+def open_source(
+    source: str | Path | Iterable[Mapping[str, Any]],
+    split: str | None = None,
+    config: str | None = None,
+    revision: str | None = None,
+) -> Source:
+    """Find what is to be read, and look at its first rows.
 
     Args:
-        source, split, config, revision: see [`mempo_trl.data.read_questions`].
+        source: a file, a folder, the name of a data set on the Hub, or rows.
+        split, config, revision: which part of a folder or of a data set on the Hub.
 
     Raises:
-        FileNotFoundError: if there is no such source.
-        ValueError: if an argument is wrong, or a file or line is damaged.
+        FileNotFoundError: if there is none of that name.
+        ValueError: if it must be said which part, or it cannot be read.
     """
+    if not isinstance(source, str | Path):
+        rows = source if isinstance(source, Sequence) or hasattr(source, "column_names") else list(source)
+        return _source("questions", "the rows", lambda columns: _given(rows))
     path = Path(source).expanduser()
     if path.is_file():
-        if split or config or revision:
-            raise ValueError(f"{source} is a file: leave out split, config and revision.")
-        yield from _rows_of_file(path)
-    elif path.is_dir() and not (config or (path / "README.md").exists()):
-        for file in _files(path, split):
-            yield from _rows_of_file(file)
-    elif path.is_dir() or _may_be_on_hub(str(source)):
-        yield from _rows_of_dataset(str(path) if path.is_dir() else str(source), split, config, revision)
-    else:
-        raise FileNotFoundError(f"There is no file, folder or data set {source}.")
+        given = {"split": split, "config": config, "revision": revision}
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(
+                    f"`{name}={value}` belongs to a folder or a data set on the Hub, but {path} is a file."
+                )
+        if not path.name.lower().endswith(ENDINGS):
+            raise ValueError(f"Questions are in {', '.join(ENDINGS)} files, but {path} is none of them.")
+        return _source(_file_name(path), str(path), _reader(path))
+    if path.is_dir():
+        if revision is not None:
+            raise ValueError(f"`revision={revision}` belongs to a data set on the Hub, but {path} is a folder.")
+        files = _files_of(path, split, config)
+        readers = [_reader(file) for file in files]
+        return _source(
+            _file_name(files[0]) if len(files) == 1 else path.resolve().name,
+            f"{path} ({len(files)} files)" if len(files) > 1 else str(files[0]),
+            lambda columns: chain.from_iterable(read(columns) for read in readers),
+        )
+    return _hub_source(str(source), split, config, revision)
 
 
-def _may_be_on_hub(name: str) -> bool:
-    return not name.startswith((".", "/", "~")) and name.count("/") <= 1 and not name.endswith(SUFFIXES)
+def _source(name: str, shown: str, rows: Callable[[Sequence[str] | None], Rows]) -> Source:
+    sample = [row for _, row in islice(rows(None), _SAMPLE)]
+    columns = list(dict.fromkeys(str(key) for row in sample for key in row))
+    return Source(name, shown, columns, sample, rows)
 
 
-def _files(folder: Path, split: str | None) -> list[Path]:
-    """The files of a split in a folder, which are told by their names: `train.jsonl`, `test-00000-of-00002.parquet`."""
-    places = [place for place in (folder, folder / "data") if place.is_dir()]
-    files = sorted(file for place in places for file in place.iterdir() if file.name.endswith(SUFFIXES))
-    files = [file for file in files if not file.name.startswith(".")]
-    if not files:
-        raise ValueError(f"There is no {', '.join(SUFFIXES)} file in {folder}.")
-    by_split: dict[str, list[Path]] = {}
-    for file in files:
-        stem = file.name.partition(".")[0]
-        word = stem.replace("_", "-").partition("-")[0].lower()
-        by_split.setdefault(_SPLITS.get(word, stem), []).append(file)
-    wanted = split if split is None else _SPLITS.get(split, split)
-    if wanted is None and len(by_split) == 1:
-        return files
-    if wanted not in by_split:
-        wrong = "several splits" if split is None else f"no split {split!r}"
-        raise ValueError(f"{folder} has {wrong}: name one of {', '.join(sorted(by_split))} as split.")
-    return by_split[wanted]
+def _given(rows: Iterable[Any]) -> Rows:
+    for number, row in enumerate(rows, start=1):
+        place = f"row {number}"
+        yield place, _mapping(row, place)
 
 
-def _rows_of_file(file: Path) -> Iterator[Row]:
-    if file.name.endswith(".parquet"):
-        yield from _rows_of_parquet(file)
-    elif file.name.endswith(".json"):
-        yield from _rows_of_json(file)
-    elif file.name.endswith((".jsonl", ".jsonl.gz")):
-        yield from _rows_of_lines(file)
-    else:
-        raise ValueError(f"{file} is in no form that is known: it must be a {', '.join(SUFFIXES)} file.")
+def _mapping(row: Any, place: Place) -> Mapping[str, Any]:
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{place}: a question is an object with named columns, but this is a {type(row).__name__}.")
+    return row
 
 
-def _rows_of_parquet(file: Path) -> Iterator[Row]:
+def _file_name(path: Path) -> str:
+    """What a file's rows are said to come from."""
+    stem = path.name
+    for ending in sorted(ENDINGS, key=len, reverse=True):
+        if stem.lower().endswith(ending):
+            stem = stem[: -len(ending)]
+            break
+    return path.resolve().parent.name or stem if _SPLIT_NAME.fullmatch(stem) else stem
+
+
+# --- Files ----------------------------------------------------------------------------------------------------------
+
+
+def _reader(path: Path) -> Callable[[Sequence[str] | None], Rows]:
+    """What reads a file's rows, again at every call."""
+    name = path.name.lower()
+    if name.endswith(".parquet"):
+        return lambda columns: _read_parquet(path, columns)
+    if name.endswith((".csv", ".tsv")):
+        return lambda columns: _read_table(path, "\t" if name.endswith(".tsv") else ",")
+    if name.endswith((".jsonl", ".jsonl.gz")):
+        return lambda columns: _read_lines(path)
+    # Such a file is parsed as a whole: once.
+    load = cache(lambda: _load_json(path))
+
+    def rows(columns: Sequence[str] | None) -> Rows:
+        listed = load()
+        if listed is None:
+            yield from _read_lines(path)
+            return
+        for number, row in enumerate(listed, start=1):
+            place = f"{path}, entry {number}"
+            yield place, _mapping(row, place)
+
+    return rows
+
+
+def _open(path: Path) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path)) if path.suffix.lower() == ".gz" else path.open("rb")
+
+
+def _read_lines(path: Path) -> Rows:
+    number = 0
+    with _open(path) as lines:
+        try:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip(b" \t\r\n" + BOM_UTF8):
+                    continue
+                place = f"{path}, line {number}"
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number too long, too deep
+                    raise ValueError(f"{place}: the line is not JSON in UTF-8: {error}.") from error
+                yield place, _mapping(row, place)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"{path} is cut short or damaged after line {number}: {error}.") from error
+
+
+def _load_json(path: Path) -> list[Any] | None:
+    """The questions in a file; `None` if it has one object a line, as many programs write to a file of this ending."""
+    try:
+        with _open(path) as file:
+            content = file.read()
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is cut short or damaged: {error}.") from error
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        first, _, rest = content.partition(b"\n")
+        if rest.strip() and _is_object(first):
+            return None
+        raise ValueError(f"{path} is not JSON in UTF-8: {error}.") from error
+    if isinstance(value, dict):
+        lists = [part for part in value.values() if isinstance(part, list)]
+        if any(isinstance(value.get(name), str | dict) for name in ("question", "reward_model")):
+            value = [value]
+        elif len(lists) == 1:
+            value = lists[0]
+    if not isinstance(value, list):
+        raise ValueError(f"{path} must hold a list of questions, but it holds a {type(value).__name__}.")
+    return value
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _read_parquet(path: Path, columns: Sequence[str] | None) -> Rows:
     import pyarrow
     import pyarrow.parquet
 
+    number = 0
     try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            for batch in table.iter_batches(1024):
-                yield from batch.to_pylist()
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{file} is no Parquet file, or damaged: {error}") from error
+        with pyarrow.parquet.ParquetFile(path) as file:
+            present = file.schema_arrow.names
+            wanted = present if columns is None else [name for name in present if name in columns]
+            for batch in file.iter_batches(batch_size=_SAMPLE if columns is None else 1000, columns=wanted):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", row
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{path} is no Parquet file, or damaged after row {number}: {reason}") from error
 
 
-def _rows_of_json(file: Path) -> Iterator[Row]:
-    """The rows of a list, or of the list in a `data`."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        lines = _first_line_is_whole(file)
-        hint = ": it has one JSON object a line, so name it .jsonl" if lines else f": {error}"
-        raise ValueError(f"{file} is no JSON{hint}.") from error
-    rows = content.get("data") if isinstance(content, dict) else content
-    if not isinstance(rows, list):
-        raise ValueError(f"{file} holds no list of rows, nor one in `data`.")
-    for number, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise ValueError(f"Row {number} of {file} is no object: {short(row)}")
-        yield row
-
-
-def _first_line_is_whole(file: Path) -> bool:
-    with file.open(encoding="utf-8-sig", errors="replace") as lines:
+def _read_table(path: Path, delimiter: str) -> Rows:
+    csv.field_size_limit(1 << 30)  # the passages that some sets bring in a cell are longer than the default
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, delimiter=delimiter, strict=True)
         try:
-            return isinstance(json.loads(lines.readline()), dict)
-        except (ValueError, RecursionError):
-            return False
-
-
-def _rows_of_lines(file: Path) -> Iterator[Row]:
-    opened = gzip.open(file, "rb") if file.name.endswith(".gz") else file.open("rb")
-    with opened as lines:
-        number = 0
-        try:
-            for number, line in enumerate(lines, start=1):
-                text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-                if not text.strip():
+            header = next(reader, [])
+            if twice := [name for name, count in Counter(header).items() if count > 1]:
+                raise ValueError(f"{path}, line 1: the header names the column {twice[0]!r} twice.")
+            for cells in reader:
+                place = f"{path}, line {reader.line_num}"
+                if not cells:
                     continue
-                row = json.loads(text)
-                if not isinstance(row, dict):
-                    raise ValueError("it is no object")
-                yield row
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"Line {number} of {file} is no row ({error}): mend or remove it.") from error
-        except (EOFError, gzip.BadGzipFile) as error:
-            raise ValueError(f"{file} is damaged after line {number}: {error}") from error
+                if len(cells) != len(header):
+                    raise ValueError(f"{place}: the row has {len(cells)} cells, but the header names {len(header)}.")
+                yield place, dict(zip(header, cells, strict=True))
+        except csv.Error as error:
+            raise ValueError(f"{path}, line {reader.line_num}: the row cannot be read: {error}.") from error
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not text in UTF-8 after line {reader.line_num}: {error}.") from error
 
 
-def _rows_of_dataset(name: str, split: str | None, config: str | None, revision: str | None) -> Iterator[Row]:
-    import datasets
-    from datasets.exceptions import DatasetNotFoundError
+# --- Folders, and the Hub -------------------------------------------------------------------------------------------
+
+
+def _files_of(path: Path, split: str | None, config: str | None) -> list[Path]:
+    """The files of a split, as `datasets` finds them: by names, or as README.md says."""
+    from datasets import load_dataset_builder
 
     try:
-        configs = datasets.get_dataset_config_names(name, revision=revision)
-        if config is None and len(configs) > 1 and "default" not in configs:
-            raise ValueError(f"{name} has several configurations: name one of {', '.join(configs)} as config.")
-        splits = datasets.get_dataset_split_names(name, config, revision=revision)
-        if split is None and len(splits) > 1:
-            raise ValueError(f"{name} has several splits: name one of {', '.join(map(str, splits))} as split.")
-        loaded = datasets.load_dataset(name, config, split=split or splits[0], revision=revision)
-    except DatasetNotFoundError as error:
-        raise FileNotFoundError(f"There is no file, folder or data set {name}: {error}") from error
-    yield from loaded
+        builder = load_dataset_builder(str(path), config)
+    except (ValueError, FileNotFoundError) as error:
+        raise type(error)(f"{path}: {_config_problem(str(path), config, None, error)}") from error
+    found = {
+        str(name): [Path(file) for file in files if str(file).lower().endswith(ENDINGS)]
+        for name, files in (builder.config.data_files or {}).items()
+    }
+    found = {name: files for name, files in found.items() if files}
+    if not found:
+        raise ValueError(f"The folder {path} holds no {', '.join(ENDINGS)} files.")
+    return found[_choose_split(split, list(found), str(path))]
+
+
+def _choose_split(split: str | None, there: list[str], shown: str) -> str:
+    if split is None and len(there) == 1:
+        return there[0]
+    chosen = split if split in there or split is None else _SYNONYMS.get(split, split)
+    if chosen is None:
+        raise ValueError(f"{shown} has several splits: say which to read (`split`): {', '.join(there)}.")
+    if chosen.partition("[")[0] not in there:
+        raise ValueError(f"`split={split}` is not a split of {shown}: {', '.join(there)}.")
+    return chosen
+
+
+def _config_problem(name: str, config: str | None, revision: str | None, error: Exception) -> str:
+    """The sentence about a configuration that is missing or unknown, or about whatever else is wrong."""
+    from datasets import get_dataset_config_names
+
+    try:
+        names = get_dataset_config_names(name, revision=revision)
+    except Exception:  # nothing is known of it: the first error says why
+        return " ".join(str(error).split())
+    if config is None and len(names) > 1:
+        return f"there are several configurations: say which to read (`config`): {', '.join(names)}."
+    if config is not None and config not in names:
+        return f"`config={config}` is not a configuration of it: {', '.join(names)}."
+    return " ".join(str(error).split())
+
+
+def _hub_source(name: str, split: str | None, config: str | None, revision: str | None) -> Source:
+    if name.lower().endswith(ENDINGS) or not _HUB_NAME.fullmatch(name):
+        raise FileNotFoundError(f"There is no file or folder {name}.")
+    from datasets import load_dataset, load_dataset_builder
+
+    try:
+        builder = load_dataset_builder(name, config, revision=revision)
+    except FileNotFoundError as error:
+        reason = " ".join(str(error).split())
+        raise FileNotFoundError(
+            f"There is no file or folder {name}, and no data set of that name on the Hub: {reason}"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{name}: {_config_problem(name, config, revision, error)}") from error
+    there = [str(part) for part in builder.info.splits or builder.config.data_files or {}]
+    chosen = _choose_split(split, there, name)
+    dataset = load_dataset(name, config, split=chosen, revision=revision)
+
+    def rows(columns: Sequence[str] | None) -> Rows:
+        kept = dataset.select_columns([c for c in dataset.column_names if columns is None or c in columns])
+        for number, row in enumerate(kept, start=1):
+            yield f"{name}, split {chosen}, row {number}", row
+
+    return _source(name.rpartition("/")[2], f"{name}, split {chosen}", rows)

@@ -1,5 +1,8 @@
-"""Questions of several objectives."""
+"""Questions of several objectives: no part twice in one, all used about equally often, the same everywhere."""
 
+import json
+import subprocess
+import sys
 from collections import Counter
 
 import pyarrow.parquet as pq
@@ -7,147 +10,330 @@ import pytest
 from datasets import load_dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import SMOLLM2_TEMPLATE, byte_tokenizer, tiny_llama
 
-from mempo_trl.data import compose, read_questions, to_table, write_questions
-from mempo_trl.data.columns import prepare_dataset
+from mempo_trl import MemPOConfig, MemPOTrainer
+from mempo_trl.data import compose, question_statistics, read_questions, write_questions
+from mempo_trl.data.composing import part_questions, question_key, without
+from mempo_trl.rewards import exact_match
+from mempo_trl.runs import check_questions
 
 
-def questions(number, source="a"):
+def questions(number, source="nq"):
     return [
-        {"id": f"{source}{n}", "question": f"{source} {n}?", "answers": [[f"{n}", f"no. {n}"]], "source": source}
+        {"id": f"{source}-{n}", "question": f"question {n} of {source}", "answers": [[f"a{n}"]], "source": source}
         for n in range(number)
     ]
 
 
-@given(
-    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=3),
-    pools=st.lists(st.integers(6, 15), min_size=1, max_size=3),
-    number=st.one_of(st.none(), st.integers(1, 60)),
-    across=st.booleans(),
-    seed=st.integers(0, 2**40),
-)
-@settings(max_examples=200, deadline=None)
-def test_rows(sizes, pools, number, across, seed):
-    rows = [row for n, pool in enumerate(pools) for row in questions(pool, "abc"[n])]
-    by_id = {row["id"]: row for row in rows}
-    composed = compose(rows, sizes, number=number, seed=seed, across_sources=across).rows
-    assert composed == compose(rows, sizes, number=number, seed=seed, across_sources=across).rows
-    if number is not None:
-        assert len(composed) == number
-        lengths = Counter(len(row["parts"]) for row in composed)
-        share = Counter(sizes)
-        for size, weight in share.items():
-            assert abs(lengths[size] - number * weight / len(sizes)) <= weight
-    for row in composed:
-        assert len(set(row["parts"])) == len(row["parts"]) in sizes
-        parts = [by_id[part] for part in row["parts"]]
-        assert row["question"] == "; ".join(part["question"] for part in parts)
-        assert row["answers"] == [part["answers"][0] for part in parts]
-        sources = {part["source"] for part in parts}
-        assert set(row["source"].split("+")) == sources
-        if not across:
-            assert len(sources) == 1
-    uses = Counter(part for row in composed for part in row["parts"])
-    for source in {"all"} if across else {row["source"] for row in rows}:
-        pool = [row["id"] for row in rows if source in ("all", row["source"])]
-        counts = [uses[name] for name in pool]
-        assert max(counts) - min(counts) <= 1
-        if number is None:
-            assert max(counts) == 1 or len(pool) < max(sizes)
-            assert counts.count(0) < max(sizes)
-    assert len({row["id"] for row in composed}) == len(composed)
+class TestCompose:
+    def test_in_one_line(self):
+        rows = [
+            {"id": "a", "question": "who wrote dune", "answers": [["Frank Herbert", "Herbert"]], "source": "nq"},
+            {"id": "b", "question": "Where is\nit set?", "answers": [["Arrakis"]], "source": "hotpotqa"},
+        ]
+        (row,) = compose([rows], 2, across_sources=True).rows
+        first, second = (0, 1) if row["part_ids"] == ["a", "b"] else (1, 0)
+        asked = ["who wrote dune?", "Where is it set?"]
+        assert row["question"] == f"{asked[first]}; {asked[second]}"
+        assert row["answers"] == [rows[first]["answers"][0], rows[second]["answers"][0]]
+        assert row["source"] == f"{rows[first]['source']}+{rows[second]['source']}"
+        assert row["part_sources"] == [rows[first]["source"], rows[second]["source"]]
+        (row,) = compose([rows], 2, across_sources=True, style="numbered").rows
+        assert row["question"] == f"1. {asked[first]}\n2. {asked[second]}"
+        assert compose([rows[:1]], 1).rows[0]["question"] == "who wrote dune"
+
+    @settings(deadline=None, max_examples=200)
+    @given(
+        sizes=st.lists(st.integers(1, 30), min_size=1, max_size=4),
+        counts=st.lists(st.integers(2, 6), min_size=1, max_size=3, unique=True),
+        number=st.integers(1, 40),
+        seed=st.integers(0, 5),
+        across=st.booleans(),
+    )
+    def test_properties(self, sizes, counts, number, seed, across):
+        sets = [questions(size, f"s{place}") for place, size in enumerate(sizes)]
+        parts = {row["question"]: row for rows in sets for row in rows}
+        pools = [sum(sizes)] if across else sizes
+        options = {"number": number, "seed": seed, "across_sources": across}
+        if max(counts) > max(pools):
+            with pytest.raises(ValueError, match="objectives need as many questions, but"):
+                compose(sets, counts, **options)
+            return
+        try:
+            composition = compose(sets, counts, **options)
+        except ValueError as error:
+            # Of two questions only so many pairs can be made.
+            assert "is too many for so few questions" in str(error)
+            assert min(pools) <= 6
+            return
+        assert composition.rows == compose(iter(sets), iter(counts), **options).rows
+        assert len(composition.rows) == number
+        assert (
+            len({row["id"] for row in composition.rows}) == len({row["question"] for row in composition.rows}) == number
+        )
+        shares = Counter(len(row["answers"]) for row in composition.rows)
+        assert all(number // len(counts) <= shares[count] <= -(-number // len(counts)) for count in counts)
+        used = Counter()
+        for row in composition.rows:
+            asked = row["part_questions"]
+            assert len(set(asked)) == len(asked) == len(row["answers"])
+            assert row["answers"] == [parts[question]["answers"][0] for question in asked]
+            assert row["part_ids"] == [parts[question]["id"] for question in asked]
+            assert row["part_sources"] == [parts[question]["source"] for question in asked]
+            assert row["question"] == "; ".join(f"{question}?" for question in asked)
+            assert across or len(set(row["part_sources"])) == 1
+            used.update(asked)
+        groups = [list(parts)] if across else [[row["question"] for row in rows] for rows in sets]
+        for group in groups:
+            times = [used[question] for question in group]
+            assert max(times) - min(times) <= 1
+        assert composition.uses == Counter(used[question] for question in parts)
+
+    @settings(deadline=None)
+    @given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3), counts=st.sets(st.integers(1, 5), min_size=1))
+    def test_each_once_by_default(self, sizes, counts):
+        sets = [questions(size, f"s{place}") for place, size in enumerate(sizes)]
+        try:
+            composition = compose(sets, counts, across_sources=True)
+        except ValueError:
+            assert sum(sizes) < sum(counts)
+            return
+        used = Counter(question for row in composition.rows for question in row["part_questions"])
+        assert set(used.values()) == {1}
+        shares = Counter(len(row["answers"]) for row in composition.rows)
+        assert set(shares.values()) == {sum(sizes) // sum(counts)}
+
+    def test_sources_get_their_share(self):
+        sets = [questions(900, "large"), questions(100, "small"), questions(3, "tiny")]
+        rows = compose(sets, [2, 4], number=300).rows
+        used = Counter(source for row in rows for source in row["part_sources"])
+        assert abs(used["large"] / 900 - used["small"] / 100) < 0.05
+        assert {len(row["answers"]) for row in rows if row["source"] == "tiny"} <= {2}
+
+    def test_the_same_on_every_machine(self):
+        """The ids are digests of the questions, so that these name all of it."""
+        rows = compose([questions(6, "a"), questions(5, "b")], [2, 3], number=4, seed=1, across_sources=True).rows
+        assert [row["id"] for row in rows] == PINNED
+        code = (
+            "import json, sys; from mempo_trl.data import compose;"
+            "sets = json.load(sys.stdin);"
+            "assert 'torch' not in sys.modules;"
+            "print(*[r['id'] for r in compose(sets, [2, 3], number=4, seed=1, across_sources=True).rows])"
+        )
+        given = json.dumps([questions(6, "a"), questions(5, "b")])
+        done = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == PINNED
+
+    def test_seeds_differ(self):
+        made = {tuple(row["question"] for row in compose([questions(50)], 2, seed=seed).rows) for seed in range(5)}
+        assert len(made) == 5
+
+    def test_what_is_left_out(self):
+        rows = [
+            *questions(4),
+            {"id": "several", "question": "a?; b?", "answers": [["x"], ["y"]], "source": "nq"},
+            {"id": "own", "question": "c?", "answers": [["x"]], "prompt": [{"role": "user", "content": "c?"}]},
+            {"id": "semicolon", "question": "d?", "answers": [["x; y", "x；y"]], "source": "nq"},
+            {"id": "some", "question": "e?", "answers": [["x; y", "x"]], "source": "nq"},
+            {"id": "again", "question": "Question 1, of the NQ?", "answers": [["x"]], "source": "other"},
+            {"id": "tested", "question": "Who wrote Dune?", "answers": ["x"], "source": "nq"},
+            {"id": "part", "question": "who is that", "answers": ["x"], "source": "nq"},
+        ]
+        tests = [
+            [{"question": "who wrote dune", "answers": ["x"]}],
+            compose([[*questions(1, "t"), rows[-1]]], 2, across_sources=True).rows,
+        ]
+        composition = compose([rows], 2, exclude=tests, across_sources=True)
+        assert composition.dropped == {
+            "it has several objectives already": 1,
+            "it has a conversation of its own": 1,
+            "all its accepted answers have a semicolon, which separates answers": 1,
+            "another one asks it, too": 1,
+            "a test set asks it, too": 2,
+        }
+        assert composition.notes == {"with accepted answers left out that have a semicolon": 1}
+        assert composition.parts == 5
+        accepted = {
+            name: accepted
+            for row in compose([rows], 2, number=5, across_sources=True).rows
+            for name, accepted in zip(row["part_ids"], row["answers"], strict=True)
+        }
+        assert accepted["some"] == ["x"]
+        assert "  not used: 2: a test set asks it, too\n    tested: Who wrote Dune?\n    part: who is that" in str(
+            composition
+        )
+        assert "2 questions are made of 5 (1 0×, 4 1×)" in str(composition)
+        # Alone, an answer may have a semicolon: nothing is separated.
+        assert compose([[rows[6]]], 1).rows[0]["answers"] == [["x; y", "x；y"]]
+
+    def test_the_answers_can_be_matched(self):
+        for row in compose([questions(20)], [2, 4], number=10).rows:
+            assert exact_match(" ; ".join(accepted[0] for accepted in row["answers"]), row["answers"]) == 1
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"objectives": 0}, "`objectives=0` is not allowed"),
+            ({"objectives": []}, r"`objectives=\[\]` is not allowed"),
+            ({"objectives": [2, 2]}, "each once"),
+            ({"objectives": [True]}, "whole numbers"),
+            ({"objectives": 2, "number": 0}, "`number=0` is not allowed"),
+            (
+                {"objectives": 2, "style": "rhymed"},
+                "`style='rhymed'` is not allowed: it must be 'joined' or 'numbered'",
+            ),
+            (
+                {"objectives": 5},
+                r"source 'nq' has only 4. Mix sources \(`across_sources`\), or make `objectives` small",
+            ),
+            ({"objectives": 9, "across_sources": True}, "all sources together has only 7. Make `objectives` smaller"),
+            ({"objectives": [2, 3, 4]}, "give `number`, to use some twice"),
+            (
+                {"objectives": 1, "number": 9, "across_sources": True},
+                "`number=9` is too many for so few questions: 9 different ones were not found",
+            ),
+        ],
+        ids=lambda value: str(value)[:50],
+    )
+    def test_bad_arguments(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            compose([questions(4), questions(3, "b")], **options)
+
+    def test_nothing_to_compose_of(self):
+        with pytest.raises(ValueError, match=r"There is no question to compose of \(none was given\)"):
+            compose([], 2)
+        with pytest.raises(ValueError, match=r"no question to compose of \(3: a test set asks it, too\)"):
+            compose([questions(3)], 2, exclude=[questions(3)])
+
+    def test_many_questions_and_many_sources(self):
+        # A pass over all sources for each question would take minutes here.
+        sets = [questions(4, f"source-{n}") for n in range(10_000)]
+        assert len(compose(sets, 2).rows) == 20_000
 
 
-def test_the_same_on_every_machine():
-    composed = compose(questions(6), 2, seed=3).rows
-    assert [row["parts"] for row in composed] == [["a3", "a5"], ["a0", "a2"], ["a4", "a1"]]
+PINNED = ["2-9879204c366e46f8", "2-12d63980e83fefe6", "3-d9d01843097abde7", "3-c0fd2969da598753"]
 
 
-def test_other_seeds_give_other_rows():
-    assert compose(questions(20), 2, seed=1).rows != compose(questions(20), 2, seed=2).rows
+class TestFiles:
+    @pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+    def test_are_read_back_as_they_were(self, tmp_path, ending):
+        path = tmp_path / "deep" / f"train.{ending}"
+        composition = compose([questions(30), questions(20, "ü\u2028x")], [2, 3], number=25, across_sources=True)
+        composition.write(path)
+        assert read_questions(path).rows == composition.rows
+        assert read_questions(path).report.schema == "mempo"
+        assert check_questions(composition.rows)[0]["answers"] == composition.rows[0]["answers"]
+        with pytest.raises(FileExistsError, match=r"exists: name another file, or overwrite it"):
+            composition.write(path)
+        composition.write(path, overwrite=True)
+        assert list(path.parent.iterdir()) == [path]
+
+    @pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+    def test_conversations(self, tmp_path, ending):
+        row = {
+            "question": "Why?",
+            "prompt": [{"role": "user", "content": "Why?"}],
+            "answers": [["x"], ["y"]],
+            "id": "a",
+        }
+        rows = [{**row, "source": "s"}]
+        write_questions(rows, tmp_path / f"q.{ending}")
+        assert read_questions(tmp_path / f"q.{ending}").rows == rows
+
+    def test_where_they_cannot_be_written(self, tmp_path):
+        with pytest.raises(ValueError, match=r"written to .parquet or .jsonl files, but .*q.csv is neither"):
+            write_questions(questions(1), tmp_path / "q.csv")
+        (tmp_path / "q.jsonl").mkdir()
+        with pytest.raises(FileExistsError, match="is a folder"):
+            write_questions(questions(1), tmp_path / "q.jsonl", overwrite=True)
+
+    @pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+    def test_a_kill_leaves_the_old_file_or_the_new(self, tmp_path, ending):
+        path = tmp_path / f"q.{ending}"
+        write_questions(questions(3), path)
+        code = (
+            "import os, sys; from mempo_trl.data import write_questions\n"
+            "class Rows(list):\n"
+            "    def __iter__(self):\n"
+            "        yield from super().__iter__()\n"
+            "        if sys.argv[2] == 'jsonl': os._exit(9)\n"
+            "    def __getitem__(self, where):\n"
+            "        if where.start: os._exit(9)\n"
+            "        return super().__getitem__(where)\n"
+            "row = {'id': 'x', 'question': 'q', 'answers': [['a']], 'source': 's'}\n"
+            "write_questions(Rows([row] * 20_000), sys.argv[1], overwrite=True)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code, str(path), ending], check=False)
+        assert done.returncode == 9
+        assert read_questions(path).rows == questions(3)
+        assert len(list(tmp_path.iterdir())) == 2  # what was being written is there, too, under a hidden name
+        assert len(read_questions(tmp_path).rows) == 3
+        write_questions(questions(2), path, overwrite=True)
+        assert list(tmp_path.iterdir()) == [path]
+
+    def test_the_trainer_takes_them(self, tmp_path):
+        path = tmp_path / "train.parquet"
+        compose([questions(8)], [2, 3], number=4).write(path)
+        tokenizer = byte_tokenizer(SMOLLM2_TEMPLATE)
+        args = MemPOConfig(
+            str(tmp_path / "run"),
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            num_generations=2,
+            per_device_train_batch_size=2,
+            max_turn_length=8,
+            max_steps=1,
+        )
+        dataset = load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
+        trainer = MemPOTrainer(tiny_llama(tokenizer), args=args, train_dataset=dataset, processing_class=tokenizer)
+        trainer.train()
+        assert trainer.state.global_step == 1
+
+    def test_the_columns(self, tmp_path):
+        compose([questions(4)], 2).write(tmp_path / "q.parquet")
+        schema = pq.read_schema(tmp_path / "q.parquet")
+        assert schema.names == ["id", "question", "answers", "source", "part_ids", "part_sources", "part_questions"]
+        assert str(schema.field("answers").type).count("list<") == 2
 
 
-def test_what_is_not_used_is_counted():
-    rows = questions(4)
-    rows += [
-        {"id": "semicolon", "question": "which?", "answers": [["a; b"]], "source": "a"},
-        {"id": "rescued", "question": "whose?", "answers": [["a; b", "ab"]], "source": "a"},
-        {"id": "two", "question": "two?", "answers": [["a"], ["b"]], "source": "a"},
-        {"id": "again", "question": " a  1?", "answers": [["1"]], "source": "b"},
-    ]
-    composition = compose(rows, 2, exclude=[{"question": "a 0?"}])
-    assert composition.dropped == {
-        "excluded": 1,
-        'with ";" in every answer': 1,
-        "with several objectives already": 1,
-        "a second time": 1,
-    }
-    used = {
-        part: answers for row in composition.rows for part, answers in zip(row["parts"], row["answers"], strict=True)
-    }
-    assert set(used) == {"a1", "a2", "a3", "rescued"}
-    assert used["rescued"] == ["ab"]
-    assert str(composition).startswith("2 rows; questions not used: 1 ")
-    with pytest.raises(ValueError, match=r"There is no question to compose: 2 excluded"):
-        compose(questions(2), 2, exclude=questions(2))
+class TestLeaks:
+    @pytest.mark.parametrize(
+        ("one", "other", "same"),
+        [
+            ("who wrote dune", "Who wrote Dune?", True),
+            ("Who wrote the “Dune”?", "who wrote dune ?", True),
+            ("Caf\u00e9?", "cafe\u0301", True),
+            ("who wrote dune", "who wrote emma", False),
+            ("???", "!!!", False),
+        ],
+    )
+    def test_keys(self, one, other, same):
+        assert (question_key(one) == question_key(other)) is same
 
+    def test_parts(self):
+        mem1 = {"question": "who wrote dune?; where is it set?", "answers": [["a"], ["b"]]}
+        assert part_questions(mem1) == ["who wrote dune?", "where is it set?"]
+        assert part_questions({**mem1, "answers": [["a"]]}) == [mem1["question"]]
+        assert part_questions({**mem1, "answers": ["a", "b"]}) == [mem1["question"]]
+        assert part_questions({**mem1, "answers": [["a"]] * 3}) == [mem1["question"]]
+        assert without([mem1], [[{"question": "Where is it set", "answers": ["x"]}]]) == []
+        assert without([mem1], [[{"question": "Where is it", "answers": ["x"]}]]) == [mem1]
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ({"objectives": 0}, "`objectives=0` is not allowed"),
-        ({"objectives": []}, r"`objectives=\[\]` is not allowed"),
-        ({"objectives": [2, "3"]}, "`objectives="),
-        ({"objectives": 2, "number": 0}, "`number=0` is not allowed"),
-        ({"objectives": 4}, "4 objectives need as many questions, but a has 3"),
-        ({"objectives": 4, "across_sources": True}, "but all sources together have 3"),
-    ],
-)
-def test_wrong_arguments(arguments, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        compose(questions(3), **arguments)
-
-
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_files_are_read_back_and_trained_on(tmp_path, kind):
-    file = tmp_path / "new" / f"train.{kind}"
-    rows = compose([*questions(9), *questions(8, "b")], [2, 3], seed=1).rows
-    write_questions(rows, file)
-    columns = ("id", "question", "answers", "source")
-    assert read_questions(file).rows == [{name: row[name] for name in columns} for row in rows]
-    loaded = load_dataset("parquet" if kind == "parquet" else "json", data_files=str(file), split="train")
-    prepared = prepare_dataset(loaded, "train_dataset")
-    assert prepared["answers"][:] == [row["answers"] for row in rows]
-    assert [path.name for path in file.parent.iterdir()] == [file.name]
-
-
-def test_a_file_appears_whole_or_not_at_all(tmp_path, monkeypatch):
-    file = tmp_path / "train.parquet"
-    write_questions(questions(2), file)
-
-    def fail(table, path, *more):
-        path.write_bytes(b"half")
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(pq, "write_table", fail)
-    with pytest.raises(OSError, match="No space left"):
-        write_questions(questions(3), file)
-    assert len(read_questions(file).rows) == 2
-    assert [path.name for path in tmp_path.iterdir()] == [file.name]
-    with pytest.raises(ValueError, match=r"must end in \.parquet or \.jsonl"):
-        write_questions(questions(1), tmp_path / "x.csv")
-
-
-def test_table():
-    rows = compose([*questions(5), *questions(4, "b")], 2, seed=1).rows
-    table = to_table(rows, [rows[0]])
-    for line in (
-        "| rows | 4 |",
-        "| from a | 2 |",
-        "| with 2 objectives | 4 |",
-        "| words of a question: median, most | 4, 4 |",
-        "| accepted answers of an objective: mean, most | 2.00, 2 |",
-        "| uses of a question: least, most | 1, 1 |",
-        "| in the other set too | 1 |",
-    ):
-        assert line in table.splitlines()
+    def test_statistics(self):
+        rows = compose([questions(6), questions(6, "b|c")], [2, 4], across_sources=True).rows
+        statistics = question_statistics(rows, questions(6))
+        assert statistics.rows == statistics.objectives.total() == len(statistics.words) == 4
+        assert statistics.objectives == {2: 2, 4: 2}
+        assert statistics.accepted == [1] * 12
+        assert statistics.shared == sum("nq" in row["part_sources"] for row in rows)
+        table = statistics.to_markdown()
+        assert "| questions | 4 |" in table
+        assert "| 2 objectives | 2 (50.0%) |" in table
+        assert "b\\|c" in table
+        assert "Both ask: question " in table
+        assert question_statistics(rows).shared is None
+        assert question_statistics(rows, questions(6, "elsewhere")).shared == 0
+        with pytest.raises(ValueError, match="There are no questions"):
+            question_statistics([])

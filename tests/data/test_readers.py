@@ -1,372 +1,751 @@
-"""Questions in the schemas that the field publishes, and in what people make of them."""
+"""Question sets as they are published, and files that somebody has broken."""
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 import warnings
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset
+from served_data_sets import DataSets
 
-from mempo_trl.data import read_questions, readers
-from mempo_trl.data.readers import SCHEMAS, read_answers
-
-
-VERL = [  # Search-R1's nq_hotpotqa_train
-    {
-        "id": "train_0",
-        "question": "total number of death row inmates in the us?",
-        "golden_answers": ["2,718"],
-        "data_source": "nq",
-        "prompt": [{"role": "user", "content": "Answer the given question. … Question: total number of …?\n"}],
-        "ability": "fact-reasoning",
-        "reward_model": {"style": "rule", "ground_truth": {"target": ["2,718"]}},
-        "extra_info": {"index": 0, "split": "train"},
-    }
-]
-COMPOSED = [  # several objectives, the question in the prompt alone
-    {
-        "data_source": "nq_hotpotqa_train_multi_2",
-        "prompt": [
-            {"role": "system", "content": "Question: not this one"},
-            {
-                "role": "user",
-                "content": "Question: neither this. Answer all.\nQuestion: who wrote Dune?; where is Lima?\nGo!",
-            },
-        ],
-        "ability": "fact-reasoning",
-        "reward_model": {"style": "rule", "ground_truth": {"target": [["Frank Herbert", "Herbert"], ["Peru"]]}},
-        "extra_info": {"index": 7, "split": "train"},
-    }
-]
-FLASHRAG = [
-    {"id": "test_0", "question": "who got the first nobel prize in physics", "golden_answers": ["Röntgen", "W. R."]}
-]
-HOTPOTQA_HUB = [
-    {
-        "id": "5a7a06935542990198eaf050",
-        "question": "Which magazine was started first, A or B?",
-        "answer": "A",
-        "type": "comparison",
-        "level": "medium",
-        "supporting_facts": {"title": ["A", "B"], "sent_id": [0, 0]},
-        "context": {"title": ["A"], "sentences": [["A is a magazine."]]},
-    }
-]
-HOTPOTQA_FILE = [
-    {
-        "_id": "5a8b57f25542995d1e6f1371",
-        "answer": "yes",
-        "question": "Were they of the same nationality?",
-        "supporting_facts": [["Scott", 0]],
-        "context": [["Scott", ["…"]]],
-        "type": "comparison",
-        "level": "hard",
-    }
-]
-NQ_OPEN = [
-    {"question": "when was the last time anyone was on the moon", "answer": ["14 December 1972 UTC", "December 1972"]}
-]
+from mempo_trl.data import QuestionsDropped, read_answers, read_questions
+from mempo_trl.data.answers import Unusable, parse_answers
+from mempo_trl.data.schemas import SCHEMAS
+from mempo_trl.runs import check_questions
 
 
-def natural_question(short_answers, yes_no):
-    return {
-        "id": "797803103760793766",
-        "document": {"title": "Google", "url": "https://…"},
-        "question": {"text": "who founded google", "tokens": ["who", "founded", "google"]},
-        "annotations": {
-            "id": ["1", "2"],
-            "long_answer": [{"start_token": 1}, {"start_token": 1}],
-            "short_answers": short_answers,
-            "yes_no_answer": yes_no,
-        },
-    }
-
-
-NATURAL = [
-    natural_question(
-        [{"start_token": [1], "text": ["Larry Page", "Sergey Brin"]}, {"start_token": [], "text": []}], [-1, -1]
-    )
-]
-TWO_WIKI = [
-    {
-        "_id": "8813f87c0bdd11eba7f7acde48001122",
-        "type": "compositional",
-        "question": "Who is the mother of the director of film Polish-Russian War?",
-        "context": [["Xawery Żuławski", ["…"]]],
-        "supporting_facts": [["Xawery Żuławski", 0]],
-        "evidences": [["Polish-Russian War", "director", "Xawery Żuławski"]],
-        "answer": "Małgorzata Braunek",
-    }
-]
-MUSIQUE = [
-    {
-        "id": "2hop__482757_12019",
-        "paragraphs": [{"idx": 0, "title": "t", "paragraph_text": "p", "is_supporting": False}],
-        "question": "When was the institute founded?",
-        "question_decomposition": [{"id": 1, "question": "q", "answer": "a", "paragraph_support_idx": None}],
-        "answer": "1960",
-        "answer_aliases": ["in 1960", "1960"],
-        "answerable": True,
-    }
-]
-OWN = [{"id": "a", "question": "q?", "answers": [["x"], ["y", "z"]]}]
-SQUAD = [
-    {"id": "s", "title": "t", "context": "c", "question": "q?", "answers": {"text": ["x", "y"], "answer_start": [1, 2]}}
-]
-
-
-def write(folder, rows, kind="jsonl", name="questions"):
-    file = folder / f"{name}.{kind}"
-    if kind == "parquet":
-        pq.write_table(pa.Table.from_pylist(rows), file)
-    elif kind == "json":
-        file.write_text(json.dumps(rows))
-    elif kind == "jsonl":
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    elif kind == "jsonl.gz":
-        file.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
-    return file
-
-
-@pytest.mark.parametrize(
-    ("rows", "kinds", "schema", "name", "question", "answers"),
-    [
-        (VERL, "parquet jsonl", "verl", "train_0", "total number of death row inmates in the us?", [["2,718"]]),
-        (COMPOSED, "parquet", "verl", "0", "who wrote Dune?; where is Lima?", [["Frank Herbert", "Herbert"], ["Peru"]]),
-        (FLASHRAG, "jsonl jsonl.gz", "flashrag", "test_0", FLASHRAG[0]["question"], [["Röntgen", "W. R."]]),
-        (HOTPOTQA_HUB, "parquet", "hotpotqa", HOTPOTQA_HUB[0]["id"], HOTPOTQA_HUB[0]["question"], [["A"]]),
-        (HOTPOTQA_FILE, "json", "hotpotqa", HOTPOTQA_FILE[0]["_id"], HOTPOTQA_FILE[0]["question"], [["yes"]]),
-        (NQ_OPEN, "jsonl parquet", "plain", "0", NQ_OPEN[0]["question"], [["14 December 1972 UTC", "December 1972"]]),
-        (
-            NATURAL,
-            "parquet",
-            "natural_questions",
-            NATURAL[0]["id"],
-            "who founded google",
-            [["Larry Page", "Sergey Brin"]],
-        ),
-        (TWO_WIKI, "json", "2wikimultihopqa", TWO_WIKI[0]["_id"], TWO_WIKI[0]["question"], [["Małgorzata Braunek"]]),
-        (MUSIQUE, "jsonl parquet", "musique", MUSIQUE[0]["id"], MUSIQUE[0]["question"], [["1960", "in 1960"]]),
-        (OWN, "jsonl parquet json", "own", "a", "q?", [["x"], ["y", "z"]]),
-        (SQUAD, "parquet", "own", "s", "q?", [["x", "y"]]),
-    ],
+SEARCH_R1 = (
+    "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get new "
+    "information. If you find no further external knowledge needed, you can provide the answer inside <answer> "
+    "and </answer>, without detailed illustrations. For example, <answer> Beijing </answer>. Question: "
 )
-def test_published_schemas(tmp_path, rows, kinds, schema, name, question, answers):
-    for kind in kinds.split():
-        file = write(tmp_path, rows, kind)
-        for asked in ("auto", schema):
-            found = read_questions(file, schema=asked)
-            assert found.report.schema == schema
-            [row] = found.rows
-            assert (row["id"], row["question"], row["answers"]) == (name, question, answers)
-    if schema == "verl":
-        assert row["source"] == rows[0]["data_source"]
+MEM1 = (
+    "You will answer multiple complex questions using iterative reasoning, summarization, and web search.\n\n"
+    "Important:\n- Do not search multiple queries or questions simultaneously.\n\nAnswer the following questions: "
+)
+TEXT, TEXTS = pa.string(), pa.list_(pa.string())
+PROMPT = pa.list_(pa.struct([("role", TEXT), ("content", TEXT)]))
+
+
+def write_lines(path, *rows):
+    text = "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
     else:
-        assert row["source"] == file.name
+        path.write_text(text, encoding="utf-8")
+    return path
 
 
-@pytest.mark.parametrize("truth", ["x", ["x"], {"target": "x"}, {"target": ["x"]}, '["x"]'])
-def test_ways_to_write_a_ground_truth(tmp_path, truth):
-    row = {"prompt": "who?", "reward_model": {"style": "rule", "ground_truth": truth}}
-    [found] = read_questions(write(tmp_path, [row], "parquet")).rows
-    assert (found["question"], found["answers"]) == ("who?", [["x"]])
+def write_parquet(path, rows, **types):
+    pq.write_table(pa.Table.from_pylist(rows, schema=pa.schema(types) if types else None), path)
+    return path
 
 
-def test_prompts_and_answers_of_mem1(tmp_path):
-    prompt = (
-        "You will answer multiple questions. <answer>one; two</answer>\nAnswer the following questions: who?; where?\n"
-    )
-    row = {
-        "prompt": [{"role": "user", "content": prompt}],
-        "reward_model": {"style": "rule", "ground_truth": "x<|answer_split|>y"},
-    }
-    [found] = read_questions(write(tmp_path, [row], "parquet")).rows
-    assert (found["question"], found["answers"]) == ("who?; where?", [["x"], ["y"]])
-
-
-def test_yes_and_no_of_natural_questions(tmp_path):
-    nothing = {"start_token": [], "text": []}
-    rows = [natural_question([nothing, nothing], yes_no) for yes_no in ([-1, 1], [0, -1], [-1, -1])]
-    for number, row in enumerate(rows):
-        row["question"]["text"] += str(number)
-    with pytest.warns(UserWarning, match="1 without a short answer"):
-        found = read_questions(write(tmp_path, rows, "parquet"))
-    assert [row["answers"] for row in found.rows] == [[["yes"]], [["no"]]]
-    # Google's own files have a list of annotations
-    row = {
-        "example_id": 5,
-        "question": "who?",
-        "annotations": [{"short_answers": [{"text": "me"}], "yes_no_answer": "NONE"}],
-    }
-    [read] = read_questions(write(tmp_path, [row], "jsonl", "google")).rows
-    assert (read["id"], read["answers"]) == ("5", [["me"]])
-
-
-def test_columns_of_ones_own(tmp_path):
-    rows = [{"q": {"text": "who?"}, "gold": {"all": ["x", 3, True, None, " "]}, "key": 9, "answer": "no"}]
-    file = write(tmp_path, rows)
-    found = read_questions(file, question_column="q.text", answers_column="gold.all", id_column="key")
-    assert found.rows == [{"id": "9", "question": "who?", "answers": [["x", "3", "yes"]], "source": file.name}]
-    assert found.report.schema == "columns"
-    # one column may be named beside a schema that gives the other
-    flashrag = write(tmp_path, [{**FLASHRAG[0], "rephrased": "whose?"}], name="both")
-    [row] = read_questions(flashrag, question_column="rephrased").rows
-    assert (row["question"], row["answers"]) == ("whose?", [["Röntgen", "W. R."]])
-    for columns, sentence in (
-        ({}, "not known which column .* has the answers: name it .answers_column.. Its columns are: q, gold, key"),
-        ({"answers_column": "gold.all"}, "not known which column .* has the questions"),
-        (
-            {"answers_column": "gold.none"},
-            "There is no column 'gold.none' in .*; its columns are: q, gold, key, answer",
-        ),
-        ({"schema": "verl"}, "is not in the schema verl: there is no column reward_model"),
-        ({"schema": "vrel"}, "`schema='vrel'` is not allowed: it must be auto, verl"),
-        ({"split": "train"}, "is a file: leave out split"),
-        ({"max_rows": 0}, "`max_rows=0` is not allowed"),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            read_questions(file, **columns)
-
-
-def test_nothing_is_dropped_silently(tmp_path):
-    rows = [
-        {"question": "a?", "answers": ["x"]},
-        {"question": " a?  ", "answers": ["x"]},  # again
-        {"question": "a?", "answers": ["y"]},  # again, otherwise
-        {"question": "caf\u00e9?", "answers": ["x"]},
-        {"question": "cafe\u0301?", "answers": ["x"]},  # the same to a reader
-        {"question": "", "answers": ["x"]},
-        {"question": None, "answers": ["x"]},
-        {"question": "b?", "answers": []},
-        {"question": "c?", "answers": [["x"], []]},
-        {"question": "d?", "answers": ["", "  ", None]},
-        {"question": "e?", "answers": None},
-        {"question": "f?", "answers": [{"x": 1}]},
-        {"question": "g?", "answers": float("nan")},
-    ]
-    with pytest.warns(UserWarning, match="2 of 13 rows, read as own; dropped: ") as warned:
-        found = read_questions(write(tmp_path, rows))
-    assert [row["question"] for row in found.rows] == ["a?", "caf\u00e9?"]
-    assert found.report.dropped == {
-        "with the question of a row before": 2,
-        "with the question of a row before, but other answers": 1,
-        "without a question": 2,
-        "without an answer": 5,
-        "with answers that are no texts": 1,
-    }
-    assert len(warned) == 1
-    assert "5 without an answer (such as {" in str(found.report)
-    with pytest.raises(ValueError, match=r"No row can be used. .*1 without an answer"):
-        read_questions(write(tmp_path, [{"question": "q", "answer": None}]))
-    unanswerable = [MUSIQUE[0], {**MUSIQUE[0], "question": "else?", "answerable": False}]
-    with pytest.warns(UserWarning, match="1 that cannot be answered"):
-        assert len(read_questions(write(tmp_path, unanswerable)).rows) == 1
-
-
-def test_every_id_is_used_once(tmp_path):
-    ids = ["x", "x", "x#2", None, "", "x", 4]
-    rows = [{"id": name, "question": f"q{n}?", "answer": "a"} for n, name in enumerate(ids)]
-    assert [row["id"] for row in read_questions(write(tmp_path, rows)).rows] == [
-        "x",
-        "x#2",
-        "x#2#2",
-        "3",
-        "4",
-        "x#3",
-        "4#2",
-    ]
-
-
-def test_odd_files(tmp_path):
-    file = tmp_path / "odd.jsonl"
-    file.write_bytes(
-        b'\xef\xbb\xbf{"question": "q?", "answer": "a"}\r\n\r\n{"question": "r?", "other": 1, "answer": "b"}'
-    )
-    assert [row["question"] for row in read_questions(file).rows] == ["q?", "r?"]
-    for content, sentence in (
-        (b'{"question": "q?", "answer": "a"}\n{"question"', "Line 2 of .*odd.jsonl is no row"),
-        (b'{"question": "q?", "answer": "a"}\n[1]\n', "Line 2 of .* is no row .it is no object"),
-        (b'{"question": "q?", "answer": "a"}\n{"question": "q2?"}\n', "Row 1 of .* has no column 'answer'"),
-        (b"[" * 100_000, "Line 1 of .*"),
-        (b"\xff\xfe", "Line 1 of .*"),
-        (b"", "has no rows"),
-    ):
-        file.write_bytes(content)
-        with pytest.raises(ValueError, match=sentence):
-            read_questions(file)
-    (tmp_path / "lines.json").write_text('{"question": "q?"}\n{"question": "r?"}\n')
-    with pytest.raises(ValueError, match=r"it has one JSON object a line, so name it \.jsonl"):
-        read_questions(tmp_path / "lines.json")
-    (tmp_path / "data.json").write_text(json.dumps({"data": NQ_OPEN}))
-    assert len(read_questions(tmp_path / "data.json").rows) == 1
-    (tmp_path / "none.parquet").write_text("x")
-    with pytest.raises(ValueError, match="is no Parquet file, or damaged"):
-        read_questions(tmp_path / "none.parquet")
-    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"question": "q?", "answer": "a"}\n' * 99)[:-9])
-    with pytest.raises(ValueError, match="is damaged after line"):
-        read_questions(tmp_path / "cut.jsonl.gz")
-    (tmp_path / "x.txt").write_text("x")
-    with pytest.raises(ValueError, match="in no form that is known"):
-        read_questions(tmp_path / "x.txt")
-    for missing in (tmp_path / "missing.jsonl", "./missing", "missing.parquet"):
-        with pytest.raises(FileNotFoundError, match="There is no file, folder or data set"):
-            read_questions(missing)
-
-
-def test_folders(tmp_path):
-    write(tmp_path, NQ_OPEN, "jsonl", "train")
-    assert len(read_questions(tmp_path).rows) == 1
-    (tmp_path / "data").mkdir()
-    for part, row in enumerate((NQ_OPEN[0], {"question": "other?", "answer": ["x"]})):
-        write(tmp_path / "data", [row], "parquet", f"dev-0000{part}-of-00002")
-    with pytest.raises(ValueError, match="several splits: name one of train, validation as split"):
-        read_questions(tmp_path)
-    with pytest.raises(ValueError, match="no split 'test': name one of train, validation"):
-        read_questions(tmp_path, split="test")
-    for split in ("dev", "validation"):
-        assert len(read_questions(tmp_path, split=split).rows) == 2
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"There is no \.jsonl, .*file in"):
-        read_questions(tmp_path / "empty")
-
-
-def test_a_data_set_with_configurations(tmp_path):
+def with_configurations(folder):
+    """Lay a folder out as a data set on the Hub."""
+    card = "---\nconfigs:\n"
     for config in ("distractor", "fullwiki"):
-        (tmp_path / config).mkdir()
+        (folder / config).mkdir(parents=True)
+        card += f"- config_name: {config}\n  data_files:\n"
         for split in ("train", "validation"):
-            row = {**HOTPOTQA_HUB[0], "id": f"{config} {split}"}
-            write(tmp_path / config, [row], "parquet", split)
-    lines = ["---", "configs:"]
-    for config in ("distractor", "fullwiki"):
-        lines += [f"- config_name: {config}", "  data_files:"]
-        for split in ("train", "validation"):
-            lines += [f"  - split: {split}", f"    path: {config}/{split}.parquet"]
-    (tmp_path / "README.md").write_text("\n".join([*lines, "---", ""]))
-    with pytest.raises(ValueError, match="several configurations: name one of distractor, fullwiki as config"):
-        read_questions(tmp_path)
-    with pytest.raises(ValueError, match="several splits: name one of train, validation as split"):
-        read_questions(tmp_path, config="fullwiki")
-    [row] = read_questions(tmp_path, config="fullwiki", split="validation").rows
-    assert row["id"] == "fullwiki validation"
+            card += f"  - split: {split}\n    path: {config}/{split}-*\n"
+            row = {"id": config, "question": f"{config} {split}?", "answer": "a", "level": "hard"}
+            write_parquet(folder / config / f"{split}-00000-of-00001.parquet", [row])
+    (folder / "README.md").write_text(card + "---\n")
 
 
-def test_only_the_first_rows(tmp_path):
-    rows = [{"question": f"{n}?", "answer": "a"} for n in range(10)]
-    rows[5] = {"question": "without the column"}
-    assert len(read_questions(write(tmp_path, rows), max_rows=5).rows) == 5
-
-
-def test_answers_that_begin_with_a_bracket(tmp_path):
-    assert read_answers({"a": "[sic] x"}, "a") == [["[sic] x"]]
-    assert read_answers({"a.b": "dotted name"}, "a.b") == [["dotted name"]]
-
-
-def test_every_schema_is_documented():
-    assert all(f"| `{name}`" in readers.__doc__ for name in SCHEMAS)
-
-
-def test_a_clean_source_warns_of_nothing(tmp_path):
+def read(source, **options):
+    """Read what must be read without a drop."""
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        read_questions(write(tmp_path, OWN))
+        warnings.simplefilter("error", QuestionsDropped)
+        return read_questions(source, **options)
+
+
+def read_dropping(source, **options):
+    with pytest.warns(QuestionsDropped) as caught:
+        questions = read_questions(source, **options)
+    assert len(caught) == 1
+    report = questions.report
+    assert report.read == report.kept + report.dropped.total()
+    assert report.kept == len(questions.rows)
+    assert str(caught[0].message) == report.summary()
+    return questions
+
+
+def verl_row(prompt, target, **extra_info):
+    return {
+        "data_source": "nq",
+        "prompt": [{"role": "user", "content": prompt}],
+        "ability": "fact-reasoning",
+        "reward_model": {"ground_truth": {"target": target}, "style": "rule"},
+        "extra_info": {"split": "train", **extra_info},
+    }
+
+
+def verl_types(target=TEXTS, **extra_info):
+    return {
+        "data_source": TEXT,
+        "prompt": PROMPT,
+        "ability": TEXT,
+        "reward_model": pa.struct([("ground_truth", pa.struct([("target", target)])), ("style", TEXT)]),
+        "extra_info": pa.struct([("split", TEXT), *extra_info.items()]),
+    }
+
+
+class TestPublishedSchemas:
+    def test_search_r1(self, tmp_path):
+        # `datasets.map` keeps FlashRAG's columns beside the new ones.
+        rows = [
+            {
+                "id": f"train_{n}",
+                "question": question,
+                "golden_answers": answers,
+                **verl_row(f"{SEARCH_R1}{question}\n", answers, index=n),
+            }
+            for n, (question, answers) in enumerate(
+                [("who wrote dune?", ["Frank Herbert"]), ("when did it appear?", ["1965", "August 1965"])]
+            )
+        ]
+        types = {"id": TEXT, "question": TEXT, "golden_answers": TEXTS, **verl_types(index=pa.int64())}
+        questions = read(write_parquet(tmp_path / "train.parquet", rows, **types))
+        assert questions.report.schema == "verl"
+        assert questions.rows == [
+            {"id": "train_0", "question": "who wrote dune?", "answers": [["Frank Herbert"]], "source": "nq"},
+            {"id": "train_1", "question": "when did it appear?", "answers": [["1965", "August 1965"]], "source": "nq"},
+        ]
+        without = [{name: row[name] for name in verl_types()} for row in rows]
+        path = write_parquet(tmp_path / "bare.parquet", without, **verl_types(index=pa.int64()))
+        assert [(row["id"], row["question"]) for row in read(path).rows] == [
+            ("nq-0", "who wrote dune?"),
+            ("nq-1", "when did it appear?"),
+        ]
+
+    def test_mem1(self, tmp_path):
+        asked = "who wrote dune?; where is it set?; Question: what is this?"
+        row = verl_row(f"{MEM1}{asked}\n", [["Frank Herbert"], ["Arrakis", "Dune"], ["a question"]], indices=[0, 1, 2])
+        types = verl_types(pa.list_(TEXTS), indices=pa.list_(pa.int64()))
+        (read_row,) = read(write_parquet(tmp_path / "train.parquet", [row], **types)).rows
+        assert read_row["question"] == asked
+        assert read_row["answers"] == [["Frank Herbert"], ["Arrakis", "Dune"], ["a question"]]
+        assert "prompt" not in read_row
+
+    def test_verl_with_tools(self, tmp_path):
+        prompt = [
+            {"role": "system", "content": "You are a helpful and harmless assistant."},
+            {"role": "user", "content": f"{SEARCH_R1}who wrote dune?"},
+        ]
+        search = {"create_kwargs": {"ground_truth": {"target": ["Frank Herbert"]}, "question": "who wrote dune?"}}
+        row = verl_row("", ["Frank Herbert"], index=7, question="who wrote dune?", tools_kwargs={"search": search})
+        path = write_parquet(tmp_path / "train.parquet", [{**row, "prompt": prompt}])
+        assert read(path).rows[0]["question"] == "who wrote dune?"
+        del row["extra_info"]["question"]
+        path = write_parquet(tmp_path / "other.parquet", [{**row, "prompt": prompt}])
+        assert read(path).rows[0]["question"] == "who wrote dune?"
+
+    @pytest.mark.parametrize(
+        "truth",
+        [
+            {"target": "Paris"},
+            {"target": ["Paris"]},
+            {"target": [["Paris"]]},
+            "Paris",
+            json.dumps({"target": ["Paris"]}),
+            json.dumps(["Paris"]),
+            {"target": np.array(["Paris"], dtype=object)},
+            {"target": np.array([np.array(["Paris"], dtype=object)], dtype=object)},
+        ],
+        ids=repr,
+    )
+    def test_verl_targets(self, truth):
+        row = {**verl_row("Where?", None), "reward_model": {"ground_truth": truth}}
+        questions = read([row])
+        assert (questions.rows[0]["question"], questions.rows[0]["answers"]) == ("Where?", [["Paris"]])
+        assert questions.report.notes["its whole prompt is taken for the question: no instructions were found in it"]
+
+    def test_verl_from_pandas(self, tmp_path):
+        types = verl_types(pa.list_(TEXTS), index=pa.int64())
+        path = write_parquet(tmp_path / "a.parquet", [verl_row("a?; b?", [["x"], ["y", "z"]], index=0)], **types)
+        frame = pq.read_table(path).to_pandas()
+        assert isinstance(frame["reward_model"][0]["ground_truth"]["target"], np.ndarray)
+        assert read(frame.to_dict("records")).rows[0]["answers"] == [["x"], ["y", "z"]]
+
+    def test_mem1_for_web_search(self):
+        row = {**verl_row("Who?", None), "reward_model": {"ground_truth": "Ann<|answer_split|>Ann Lee"}}
+        assert read([row]).rows[0]["answers"] == [["Ann", "Ann Lee"]]
+
+    def test_flashrag(self, tmp_path):
+        row = {"id": "dev_0", "question": "Who?", "golden_answers": ["Ann", "Bea"], "metadata": {"type": "bridge"}}
+        for name in ("dev.jsonl", "dev.jsonl.gz"):
+            questions = read(write_lines(tmp_path / name, row))
+            assert questions.report.schema == "flashrag"
+            assert questions.rows[0]["id"] == "dev_0"
+            assert questions.rows[0]["answers"] == [["Ann", "Bea"]]
+
+    def test_hotpotqa(self, tmp_path):
+        row = {
+            "question": "Were Scott Derrickson and Ed Wood of the same nationality?",
+            "answer": "yes",
+            "type": "comparison",
+            "level": "hard",
+        }
+        published = {
+            **row,
+            "_id": "5a8b57f25542995d1e6f1371",
+            "supporting_facts": [["Scott Derrickson", 0], ["Ed Wood", 0]],
+            "context": [["Ed Wood (film)", ["Ed Wood is a 1994 film.", " It is in colour."]]],
+        }
+        path = tmp_path / "hotpot_dev_fullwiki_v1.json"
+        path.write_text(json.dumps([published]))
+        on_the_hub = {
+            **row,
+            "id": "5a8b57f25542995d1e6f1371",
+            "supporting_facts": {"title": ["Scott Derrickson", "Ed Wood"], "sent_id": [0, 0]},
+            "context": {"title": ["Ed Wood (film)"], "sentences": [["Ed Wood is a 1994 film."]]},
+        }
+        for source in (path, write_parquet(tmp_path / "hub.parquet", [on_the_hub])):
+            questions = read(source)
+            assert questions.report.schema == "hotpotqa"
+            assert questions.rows[0]["id"] == "5a8b57f25542995d1e6f1371"
+            assert questions.rows[0]["answers"] == [["yes"]]
+        test = [{"_id": "1", "question": "Which?", "context": []}]
+        path.write_text(json.dumps(test))
+        with pytest.raises(ValueError, match=r"columns are _id, question, context: no known schema.*answers_column"):
+            read_questions(path)
+
+    def test_nq_open(self, tmp_path):
+        row = {"question": "when was dune published", "answer": ["August 1965", "1965"]}
+        questions = read(write_parquet(tmp_path / "validation-00000-of-00001.parquet", [row]))
+        assert questions.report.schema == "nq_open"
+        assert questions.rows[0]["answers"] == [["August 1965", "1965"]]
+        assert questions.rows[0]["source"] == tmp_path.name
+
+    @pytest.mark.parametrize("lists", [True, False])
+    def test_natural_questions(self, tmp_path, lists):
+        def row(name, text, annotations):
+            spans = [
+                {"text": texts, "start_token": [3] * len(texts)}
+                if lists
+                else [{"text": part, "start_token": 3} for part in texts]
+                for texts, _ in annotations
+            ]
+            yes_no = [value for _, value in annotations]
+            if lists:
+                found = {"id": ["7"] * len(spans), "short_answers": spans, "yes_no_answer": yes_no}
+            else:
+                found = [
+                    {"id": "7", "short_answers": span, "yes_no_answer": value}
+                    for span, value in zip(spans, yes_no, strict=True)
+                ]
+            document = {"title": "T", "html": "<p>"}
+            return {"id": name, "document": document, "question": {"text": text, "tokens": []}, "annotations": found}
+
+        rows = [
+            row("1", "who wrote dune", [(["Frank Herbert"], -1), ([], -1), (["Herbert", "Frank Herbert"], -1)]),
+            row("2", "is dune a novel", [([], 1), ([], -1), ([], 0)]),
+            row("3", "what is dune about", [([], -1)]),
+        ]
+        questions = read_dropping(write_parquet(tmp_path / "default.parquet", rows))
+        assert questions.report.schema == "natural_questions"
+        assert [(r["id"], r["question"], r["answers"]) for r in questions.rows] == [
+            ("1", "who wrote dune", [["Frank Herbert", "Herbert"]]),
+            ("2", "is dune a novel", [["yes", "no"]]),
+        ]
+        assert questions.report.dropped == {"it has neither a short answer nor yes or no": 1}
+
+    def test_2wiki(self, tmp_path):
+        row = {
+            "_id": "8813f87c0bdd11eba7f7acde48001122",
+            "type": "compositional",
+            "question": "Who is the mother of the director of film Polish-Russian War (Film)?",
+            "context": [["Maheen Khan", ["Maheen Khan is a designer."]]],
+            "entity_ids": "Q7226416_Q980",
+            "supporting_facts": [["Polish-Russian War (film)", 1]],
+            "evidences": [["Polish-Russian War", "director", "Xawery Żuławski"]],
+            "answer": "Małgorzata Braunek",
+            "evidences_id": [["Q7226416", "P57", "Q980"]],
+            "answer_id": "Q274277",
+        }
+        path = tmp_path / "dev.json"
+        path.write_text(json.dumps([row, {**row, "_id": "2", "question": "And who?", "answer_id": None}]))
+        questions = read(path)
+        assert questions.report.schema == "2wiki"
+        assert questions.rows[0]["id"] == row["_id"]
+        assert questions.rows[0]["answers"] == [["Małgorzata Braunek"]]
+        names = write_lines(
+            tmp_path / "id_aliases.json",
+            {"Q_id": "Q274277", "aliases": ["Braunek", "Małgorzata Braunek"], "demonyms": []},
+            {"Q_id": "Q36", "aliases": ["PL"], "demonyms": ["Pole"]},
+        )
+        assert [r["answers"] for r in read(path, aliases=names).rows] == [
+            [["Małgorzata Braunek", "Braunek"]],
+            [["Małgorzata Braunek"]],
+        ]
+        with pytest.raises(ValueError, match=r"`aliases=.*dev.json` needs the columns Q_id and aliases"):
+            read_questions(path, aliases=path)
+        path.write_text(json.dumps([{**row, "answer": "", "supporting_facts": [], "evidences": []}]))
+        with pytest.raises(ValueError, match=r"1 of 1 rows are dropped \(1: it has no answer\). No question is left"):
+            read_questions(path)
+
+    def test_musique(self, tmp_path):
+        row = {
+            "id": "2hop__482757_12019",
+            "paragraphs": [{"idx": 0, "title": "A", "paragraph_text": "B", "is_supporting": False}],
+            "question": "When was the institute that owned The Collegian founded?",
+            "question_decomposition": [{"id": 482757, "question": "The Collegian >> owned by", "answer": "HBU"}],
+            "answer": "1960",
+            "answer_aliases": ["the year 1960", "1960"],
+            "answerable": True,
+        }
+        path = write_lines(
+            tmp_path / "musique_full_v1.0_dev.jsonl",
+            row,
+            {**row, "answerable": False},
+            {**row, "id": "2", "question": "Another?", "answer_aliases": []},
+        )
+        questions = read_dropping(path)
+        assert questions.report.schema == "musique"
+        assert [r["answers"] for r in questions.rows] == [[["1960", "the year 1960"]], [["1960"]]]
+        assert questions.report.dropped == {"it is marked as not answerable": 1}
+        assert "line 2: " in questions.report.examples["it is marked as not answerable"][0]
+
+    def test_our_own(self, tmp_path):
+        rows = [
+            {"id": "a", "question": "Who?", "answers": ["Ann", "Bea"], "source": "mine"},
+            {"id": "b", "question": "Who, and where?", "answers": [["Ann"], ["Rome", "Roma"]], "source": "mine"},
+        ]
+        questions = read(write_lines(tmp_path / "q.jsonl", *rows))
+        assert questions.report.schema == "mempo"
+        assert questions.rows == [{**rows[0], "answers": [["Ann", "Bea"]]}, rows[1]]
+        assert [row["answers"] for row in check_questions(questions.rows)] == [[["Ann", "Bea"]], rows[1]["answers"]]
+        conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
+        (row,) = read([{"prompt": conversation, "answers": ["Ann"]}]).rows
+        assert (row["question"], row["prompt"]) == ("Who?", conversation)
+        (row,) = read([{"prompt": "Who?", "answers": ["Ann"]}]).rows
+        assert row["question"] == "Who?"
+        assert "prompt" not in row
+        followups = [[{"role": "user", "content": opening}, {"role": "user", "content": "Why?"}] for opening in "ab"]
+        assert len(read([{"prompt": prompt, "answers": ["x"]} for prompt in followups]).rows) == 2
+
+    def test_squad_and_triviaqa(self):
+        squad = {"id": "1", "question": "Who?", "answers": {"text": ["Ann", "Ann"], "answer_start": [3, 9]}}
+        assert read([squad]).rows[0]["answers"] == [["Ann"]]
+        trivia = {"question_id": "1", "question": "Who?", "answer": {"value": "Ann", "aliases": ["Ann Lee"]}}
+        assert read([trivia]).rows[0]["answers"] == [["Ann", "Ann Lee"]]
+
+
+class TestChoosing:
+    def test_named_columns(self, tmp_path):
+        rows = [{"ask": {"text": "Who?"}, "gold": {"names": ["Ann"]}, "key": 7}]
+        path = write_parquet(tmp_path / "a.parquet", rows)
+        options = {"question_column": "ask.text", "answers_column": "gold.names", "id_column": "key"}
+        assert read(path, **options).rows == [{"id": "7", "question": "Who?", "answers": [["Ann"]], "source": "a"}]
+        verl = verl_row("Who?", ["Ann"])
+        assert read([verl], answers_column="reward_model.ground_truth.target").rows[0]["answers"] == [["Ann"]]
+        both = {"question": "Who?", "query": "Who is it?", "answer": "Ann"}
+        assert read([both], question_column="query").rows[0]["question"] == "Who is it?"
+        assert read([{"query": "Who is it?", "answer": "Ann"}], question_column="query").report.schema == "nq_open"
+        assert read([{"a.b": "Who?", "c.d": "Ann"}], question_column="a.b", answers_column="c.d").rows
+
+    def test_named_schema(self):
+        row = {"question": "Who?", "answers": ["Ann"], "golden_answers": ["Bea"], "answer": "Cid"}
+        assert [read([row], schema=name).rows[0]["answers"][0][0] for name in ("mempo", "flashrag", "nq_open")] == [
+            "Ann",
+            "Bea",
+            "Cid",
+        ]
+        assert read([row], answers_column="golden_answers").rows[0]["answers"] == [["Bea"]]
+        with pytest.raises(ValueError, match=r"the rows: The columns are .* may be 'mempo' or 'flashrag' or 'nq_open'"):
+            read_questions([row])
+        with pytest.raises(ValueError, match=r"`schema=verl` needs the column reward_model, but the columns are quest"):
+            read_questions([row], schema="verl")
+        with pytest.raises(ValueError, match=r"`schema=nope` is not known: auto, mempo, verl"):
+            read_questions([row], schema="nope")
+
+    @pytest.mark.parametrize("name", ["question_column", "answers_column", "id_column"])
+    def test_columns_that_are_not_there(self, name):
+        row = {"question": "Who?", "answers": {"a": ["Ann"]}}
+        for column in ("nope", "answers.nope"):
+            with pytest.raises(ValueError, match=f"`{name}={column}` is not there, the columns are question, answers"):
+                read_questions([row], **{name: column})
+
+    def test_only_the_answers_are_named(self):
+        with pytest.raises(ValueError, match=r"the columns are ask, gold. Name the one of the questions, too"):
+            read_questions([{"ask": "Who?", "gold": "Ann"}], answers_column="gold")
+
+    def test_answers_that_lead_on(self):
+        with pytest.raises(ValueError, match=r"mapping: name the column in it \(of target, style\), with a dot"):
+            read_questions([{"question": "Who?", "gt": {"target": [1], "style": "x"}}], answers_column="gt")
+
+    def test_every_schema_is_documented(self):
+        for name, schema in SCHEMAS.items():
+            assert schema.name == name
+            assert {c for group in schema.needs for c in group} <= set(schema.columns)
+
+
+class TestRows:
+    def test_what_is_dropped(self, tmp_path):
+        good = {"question": "Who?", "answers": ["Ann"]}
+        bad = [
+            ({"question": None}, "it has no question"),
+            ({"question": " \t"}, "it has no question"),
+            ({"question": 5}, "its question is a int, not a text"),
+            ({"answers": None}, "it has no answer"),
+            ({"answers": []}, "it has no answer"),
+            ({"answers": [[]]}, "it has no answer"),
+            ({"answers": ["", " ", None]}, "it has no answer"),
+            ({"answers": [["x"], []]}, "an objective of it has no answer"),
+            ({"answers": [["x"], None]}, "an objective of it has no answer"),
+            ({"answers": [["x"], "y"]}, "its answers mix texts and lists"),
+            ({"answers": [[["x"]]]}, "an answer of it is a list, neither text nor number"),
+            ({"answers": float("nan")}, "it has no answer"),
+            ({"answers": ["\ud800"]}, "it has half a character (a lone surrogate)"),
+            ({"question": "\udfff?"}, "it has half a character (a lone surrogate)"),
+            ({"question": "Who?"}, "the question is there already, with the same answers"),
+        ]
+        rows = [{"id": n, **good, "question": f"Question {n}?", **change} for n, (change, _) in enumerate(bad)]
+        path = write_lines(tmp_path / "q.jsonl", good, *rows, {"question": "No answers"}, {"answers": ["No question"]})
+        report = read_dropping(path).report
+        assert report.kept == 1
+        expected = [reason for _, reason in bad] + ["it has no answer", "it has no question"]
+        assert report.dropped == {reason: expected.count(reason) for reason in expected}
+        shown = str(report)
+        assert shown.startswith(f"{path}: 1 of 18 rows are kept, schema mempo")
+        assert f'  dropped: 6: it has no answer\n    {path}, line 5: {{"id": 3, "question": "Question 3?"' in shown
+        assert all(len(examples) <= 3 for examples in report.examples.values())
+        assert "\ud800" not in shown
+
+    @pytest.mark.parametrize(
+        ("value", "expected"),
+        [
+            ("Paris", [["Paris"]]),
+            (" Paris\n", [["Paris"]]),
+            (1965, [["1965"]]),
+            (1965.0, [["1965"]]),
+            (2.5, [["2.5"]]),
+            (10**30, [[str(10**30)]]),
+            (0, [["0"]]),
+            (True, [["yes"]]),
+            ([False], [["no"]]),
+            (np.bool_(True), [["yes"]]),
+            (np.int64(3), [["3"]]),
+            (["a", "", None, "b", "a"], [["a", "b"]]),
+            (["Caf\u00e9", "Cafe\u0301"], [["Caf\u00e9"]]),
+            ((["a"], ("b", "c")), [["a"], ["b", "c"]]),
+            ('["a", "b"]', [["a", "b"]]),
+            ('[["a"], ["b", "c"]]', [["a"], ["b", "c"]]),
+            ("['a', \"b's\"]", [["a", "b's"]]),
+            ("[5]", [["[5]"]]),
+            ("[sic]", [["[sic]"]]),
+            ("[" * 5000, [["[" * 5000]]),
+            ("{a}", [["{a}"]]),
+        ],
+        ids=lambda value: repr(value)[:30],
+    )
+    def test_answers(self, value, expected):
+        assert parse_answers(value)[0] == expected
+
+    @pytest.mark.parametrize("value", [b"Paris", {"target": ["Paris"]}, [{"a": 1}], "[]", "[[]]", {}])
+    def test_no_answers(self, value):
+        with pytest.raises(Unusable):
+            parse_answers(value)
+
+    def test_read_answers_names_the_column(self):
+        assert read_answers({"a": {"b": "Paris"}}, "a.b") == [["Paris"]]
+        with pytest.raises(ValueError, match=r"`answers_column=a.c`: there is no 'c' in the row"):
+            read_answers({"a": {"b": "Paris"}}, "a.c")
+        with pytest.raises(ValueError, match=r"`answers_column=a`: it has no answer in the row"):
+            read_answers({"a": None}, "a")
+
+    def test_a_question_that_is_there_already(self):
+        rows = [
+            {"id": 1, "question": "Who is Caf\u00e9?", "answers": ["Ann"]},
+            {"id": 2, "question": "Who  is Cafe\u0301? ", "answers": ["Ann"]},
+            {"id": 3, "question": "Who is Caf\u00e9?", "answers": ["Bea", "Ann"]},
+            {"id": 4, "question": "Who is Caf\u00e9?", "answers": [["Ann"], ["Bea"]]},
+            {"id": 5, "question": "Who is cafe?", "answers": ["Cid"]},
+        ]
+        questions = read_dropping(rows)
+        assert [(row["id"], row["answers"]) for row in questions.rows] == [("1", [["Ann", "Bea"]]), ("5", [["Cid"]])]
+        assert questions.report.dropped == {
+            "the question is there already, with the same answers": 1,
+            "the question is there already: its other answers are accepted there, too": 1,
+            "the question is there already, with another number of objectives": 1,
+        }
+
+    def test_ids(self):
+        names = ["train_0", "train_0", None, "", "rows-2", 7, 7.0, "train_0-2", True, "train_0"]
+        rows = [{"id": name, "question": f"{n}?", "answer": "a"} for n, name in enumerate(names)]
+        questions = read(rows)
+        ids = [row["id"] for row in questions.rows]
+        assert ids[:2] == ["train_0", "train_0-2"]
+        assert ids[2:4] == ["questions-2", "questions-3"]
+        assert len(set(ids)) == len(ids)
+        assert questions.report.notes == {"an id that is taken: got a number": 4}
+        assert read(rows, id_column="id").report.notes["without an id: called by source and number"] == 3
+
+    def test_many_rows_of_one_id_take_no_quadratic_time(self):
+        # Twenty thousand rows that each looked through all before would need minutes.
+        rows = [{"id": "x", "question": f"{n}?", "answers": [str(n)]} for n in range(20_000)]
+        assert len({row["id"] for row in read(rows).rows}) == 20_000
+
+    def test_blank_answers_beside_others_are_noted(self):
+        questions = read([{"question": "Who?", "answers": ["Ann", "", None]}])
+        assert "1: with blank accepted answers: left out" in str(questions.report)
+
+
+class TestFiles:
+    def test_byte_order_mark_windows_lines_and_blank_lines(self, tmp_path):
+        path = tmp_path / "q.jsonl"
+        rows = [json.dumps({"question": f"{n}?", "answer": "a"}) for n in range(2)]
+        path.write_bytes(b"\xef\xbb\xbf" + f"{rows[0]}\r\n\r\n \t\n{rows[1]}".encode())
+        assert len(read(path).rows) == 2
+        path.write_bytes(b"\xef\xbb\xbf\n" + rows[0].encode())
+        assert len(read(path).rows) == 1
+        path = tmp_path / "q.json"
+        path.write_bytes(b"\xef\xbb\xbf" + f"[{rows[0]},\r\n{rows[1]}]".encode())
+        assert len(read(path).rows) == 2
+
+    @pytest.mark.parametrize(
+        ("line", "reason"),
+        [
+            ("not JSON", "is not JSON"),
+            ('{"question": "cut', "is not JSON"),
+            ("[" * 100_000, "is not JSON"),
+            ('{"id": ' + "9" * 5000 + "}", "is not JSON"),
+            ("[1]", "this is a list"),
+            ("null", "this is a NoneType"),
+            ('"text"', "this is a str"),
+        ],
+        ids=lambda value: value[:20],
+    )
+    @pytest.mark.parametrize("name", ["q.jsonl", "q.jsonl.gz"])
+    @pytest.mark.parametrize("before", [1, 200])
+    def test_bad_line(self, tmp_path, name, line, reason, before):
+        good = [{"question": f"{n}?", "answer": "a"} for n in range(before)]
+        path = write_lines(tmp_path / name, *good, line)
+        with pytest.raises(ValueError, match=reason) as error:
+            read_questions(path)
+        assert str(error.value).startswith(f"{path}, line {before + 1}: ")
+
+    def test_broken_encodings(self, tmp_path):
+        path = tmp_path / "q.jsonl"
+        path.write_bytes(b'{"question": "\xff", "answer": "a"}\n')
+        with pytest.raises(ValueError, match=r"q.jsonl, line 1: the line is not JSON in UTF-8"):
+            read_questions(path)
+        path = tmp_path / "q.csv"
+        path.write_bytes(b"question,answer\nWho?,\xff\n")
+        with pytest.raises(ValueError, match=r"q.csv is not text in UTF-8"):
+            read_questions(path)
+
+    def test_damaged_files(self, tmp_path):
+        rows = [{"question": f"{n}?", "answer": f"text {n}"} for n in range(1000)]
+        path = write_lines(tmp_path / "q.jsonl.gz", *rows)
+        path.write_bytes(path.read_bytes()[:-12])
+        with pytest.raises(ValueError, match=r"q.jsonl.gz is cut short or damaged after line \d+"):
+            read_questions(path)
+        path = tmp_path / "q.json.gz"
+        path.write_bytes(gzip.compress(json.dumps(rows).encode())[:-12])
+        with pytest.raises(ValueError, match=r"q.json.gz is cut short or damaged"):
+            read_questions(path)
+        path = write_parquet(tmp_path / "q.parquet", rows)
+        path.write_bytes(path.read_bytes()[:-30])
+        with pytest.raises(ValueError, match=r"q.parquet is no Parquet file, or damaged"):
+            read_questions(path)
+
+    def test_json(self, tmp_path):
+        row = {"question": "Who?", "answer": "Ann"}
+        path = tmp_path / "q.json"
+        for content in ([row], {"data": [row]}, {"version": "1", "data": [row]}, row):
+            path.write_text(json.dumps(content, indent=2))
+            assert [r["question"] for r in read(path).rows] == ["Who?"]
+        Dataset.from_list([row, {**row, "question": "Where?"}]).to_json(path)  # one object a line
+        assert [r["question"] for r in read(path).rows] == ["Who?", "Where?"]
+        for content, message in (
+            ("[{", "is not JSON in UTF-8"),
+            ("", "is not JSON in UTF-8"),
+            ("5", "must hold a list of questions, but it holds a int"),
+            ("[5]", r"q.json, entry 1: a question is an object with named columns, but this is a int"),
+            ("[]", "q.json has no rows"),
+            ("{}", "must hold a list of questions, but it holds a dict"),
+        ):
+            path.write_text(content)
+            with pytest.raises(ValueError, match=message):
+                read_questions(path)
+
+    def test_tables(self, tmp_path):
+        path = tmp_path / "q.csv"
+        path.write_bytes(
+            b'\xef\xbb\xbfquestion,answer\r\n"Who, then?","[""Ann"", ""Bea""]"\r\n\r\n"Two\r\nlines?",Cid\r\n'
+        )
+        assert [(row["question"], row["answers"]) for row in read(path).rows] == [
+            ("Who, then?", [["Ann", "Bea"]]),
+            ("Two\r\nlines?", [["Cid"]]),
+        ]
+        path = tmp_path / "q.tsv"
+        path.write_text("question\tanswer\nWho?\t['Ann', 'Bea']\n" + "x" * 200_000 + "\tlong\n")
+        assert [row["answers"] for row in read(path).rows] == [[["Ann", "Bea"]], [["long"]]]
+        for content, message in (
+            ("question\tanswer\nWho?\tAnn\tBea\n", "line 2: the row has 3 cells, but the header names 2"),
+            ('question\tanswer\n"Who?\tAnn\n', "line 2: the row cannot be read"),
+            ("question\tanswer\tanswer\n", "line 1: the header names the column 'answer' twice"),
+            ("", "q.tsv has no rows"),
+        ):
+            path.write_text(content)
+            with pytest.raises(ValueError, match=message):
+                read_questions(path)
+
+    def test_rows_of_one_file_with_different_keys(self, tmp_path):
+        rows = [
+            {"question": "Who?", "answer": "Ann", "level": "hard"},
+            {"question": "Where?", "answer": ["Rome"], "id": "x"},
+            {"answer": "Ann"},
+        ]
+        questions = read_dropping(write_lines(tmp_path / "q.jsonl", *rows))
+        assert questions.report.schema == "hotpotqa"
+        assert [row["answers"] for row in questions.rows] == [[["Ann"]], [["Rome"]]]
+
+    def test_only_the_columns_that_are_needed_are_read(self, tmp_path):
+        path = tmp_path / "q.parquet"
+        rows = [{"question": f"{n}?", "answer": "a", "context": "x" * 100_000} for n in range(3000)]
+        pq.write_table(pa.Table.from_pylist(rows), path, compression="zstd", use_dictionary=False)
+        code = (
+            "import sys, resource; from mempo_trl.data import read_questions; import pyarrow.parquet;"
+            "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
+            "assert len(read_questions(sys.argv[1]).rows) == 3000;"
+            "assert 'torch' not in sys.modules;"
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+        )
+        done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+        assert int(done.stdout) < 150_000  # kilobytes; the column alone has 300,000
+
+    def test_what_is_not_there(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        for source in ("q.jsonl", tmp_path / "q", "../q", "a/b/c"):
+            with pytest.raises(FileNotFoundError, match="There is no file or folder"):
+                read_questions(source)
+        (tmp_path / "q.txt").write_text("Who?")
+        with pytest.raises(ValueError, match=r"Questions are in .jsonl, .* files, but q.txt is none of them"):
+            read_questions("q.txt")
+        path = write_lines(tmp_path / "q.jsonl", {"question": "Who?", "answer": "Ann"})
+        for name in ("split", "config", "revision"):
+            with pytest.raises(ValueError, match=f"`{name}=train` belongs to a folder or a data set on the Hub"):
+                read_questions(path, **{name: "train"})
+
+    def test_an_empty_file(self, tmp_path):
+        (tmp_path / "q.jsonl").write_text("\n")
+        with pytest.raises(ValueError, match=r"q.jsonl has no rows"):
+            read_questions(tmp_path / "q.jsonl")
+
+
+class TestFolders:
+    def test_splits(self, tmp_path):
+        row = {"question": "Who?", "answer": "Ann"}
+        write_lines(tmp_path / "train.jsonl", row, {**row, "question": "Where?"})
+        assert len(read(tmp_path).rows) == 2
+        assert read(tmp_path).rows[0]["source"] == tmp_path.name
+        write_lines(tmp_path / "dev.jsonl", row)
+        write_lines(tmp_path / "id_aliases.json", {"Q_id": "Q1", "aliases": []})
+        with pytest.raises(ValueError, match=r"has several splits: say which to read \(`split`\): train, validation"):
+            read_questions(tmp_path)
+        for split in ("dev", "validation"):
+            assert len(read(tmp_path, split=split).rows) == 1
+        with pytest.raises(ValueError, match=r"`split=test` is not a split of .*: train, validation"):
+            read_questions(tmp_path, split="test")
+
+    def test_shards(self, tmp_path):
+        for n in range(3):
+            write_lines(tmp_path / f"part-{n}.jsonl", {"question": f"{n}?", "answer": "a"})
+        (tmp_path / "notes.txt").write_text("text")
+        questions = read(tmp_path)
+        assert [row["question"] for row in questions.rows] == ["0?", "1?", "2?"]
+        assert questions.report.source == f"{tmp_path} (3 files)"
+
+    def test_a_bad_line_is_named(self, tmp_path):
+        write_lines(tmp_path / "train.jsonl", {"question": "Who?", "answer": "Ann"}, "oops")
+        with pytest.raises(ValueError, match=r"train.jsonl, line 2: the line is not JSON"):
+            read_questions(tmp_path)
+
+    def test_configurations(self, tmp_path):
+        with_configurations(tmp_path)
+        questions = read(tmp_path, config="fullwiki", split="validation")
+        assert [row["question"] for row in questions.rows] == ["fullwiki validation?"]
+        message = r"there are several configurations: say which to read \(`config`\): distractor, fullwiki"
+        with pytest.raises(ValueError, match=message):
+            read_questions(tmp_path)
+        with pytest.raises(ValueError, match=r"`config=nope` is not a configuration of it: distractor, fullwiki"):
+            read_questions(tmp_path, config="nope")
+        with pytest.raises(ValueError, match=r"has several splits: .*: train, validation"):
+            read_questions(tmp_path, config="distractor")
+
+    def test_nothing_in_it(self, tmp_path):
+        with pytest.raises((ValueError, FileNotFoundError), match=str(tmp_path)):
+            read_questions(tmp_path)
+        (tmp_path / "notes.txt").write_text("text")
+        with pytest.raises(ValueError, match=r"holds no .jsonl"):
+            read_questions(tmp_path)
+
+
+class TestTheHub:
+    """In processes that take a stand-in on the loopback for the Hub."""
+
+    CODE = """
+import sys, json
+from mempo_trl.data import read_questions
+
+for options in json.loads(sys.argv[1]):
+    try:
+        print(json.dumps(read_questions("owner/hotpot", **options).rows))
+    except (ValueError, OSError) as error:
+        print(type(error).__name__, error)
+try:
+    read_questions("owner/other")
+except (ValueError, OSError) as error:
+    print(type(error).__name__, error)
+"""
+
+    def run(self, tmp_path, options, **environment):
+        done = subprocess.run(
+            [sys.executable, "-c", self.CODE, json.dumps(options)],
+            env={**os.environ, "HF_HOME": str(tmp_path / "home"), **environment},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout.splitlines()
+
+    def test_reads(self, tmp_path):
+        with_configurations(tmp_path / "repo")
+        options = [
+            {"config": "fullwiki", "split": "validation"},
+            {"config": "fullwiki", "split": "train[:1]", "revision": "main"},
+            {},
+            {"config": "nope"},
+            {"config": "fullwiki"},
+            {"config": "fullwiki", "split": "test"},
+        ]
+        with DataSets({"owner/hotpot": tmp_path / "repo"}) as served:
+            lines = self.run(tmp_path, options, HF_ENDPOINT=served.url, HF_HUB_OFFLINE="0")
+        row = {"id": "fullwiki", "question": "fullwiki validation?", "answers": [["a"]], "source": "hotpot"}
+        assert json.loads(lines[0]) == [row]
+        assert json.loads(lines[1]) == [{**row, "question": "fullwiki train?"}]
+        assert lines[2:] == [
+            "ValueError owner/hotpot: there are several configurations: say which to read (`config`): distractor, "
+            "fullwiki.",
+            "ValueError owner/hotpot: `config=nope` is not a configuration of it: distractor, fullwiki.",
+            "ValueError owner/hotpot has several splits: say which to read (`split`): train, validation.",
+            "ValueError `split=test` is not a split of owner/hotpot: train, validation.",
+            lines[-1],
+        ]
+        assert lines[-1].startswith(
+            "FileNotFoundError There is no file or folder owner/other, and no data set of that name on the Hub: "
+        )
+        # What was read once is read again without a network.
+        assert self.run(tmp_path, options[:1], HF_HUB_OFFLINE="1")[0] == lines[0]
