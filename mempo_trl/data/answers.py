@@ -83,20 +83,15 @@ def parse_answers(value: Any) -> tuple[Objectives, int]:
         Unusable: if an objective has no answer, or the value is none of these.
     """
     value = _plain(value)
-    if isinstance(value, str):
-        listed = _list_in_text(value)
-        value = value if listed is None else listed
     if isinstance(value, Mapping):
         if isinstance(_plain(value.get("text")), list):
             value = _plain(value["text"])
         elif "value" in value and "aliases" in value:
-            value = [value["value"], *(_plain(value["aliases"]) or [])]
+            value = [value["value"], *as_list(value["aliases"])]
         else:
             names = ", ".join(map(str, value))
             raise Unusable(f"its answers are a mapping: name the column in it (of {names}), with a dot")
-    if not isinstance(value, list):
-        value = [value]
-    entries = [_plain(entry) for entry in value]
+    entries = [_plain(entry) for entry in as_list(value)]
     if not any(isinstance(entry, list) for entry in entries):
         accepted, blank = _accepted(entries)
         if not accepted:
@@ -112,6 +107,17 @@ def parse_answers(value: Any) -> tuple[Objectives, int]:
         objectives.append(accepted)
         blank += skipped
     return objectives, blank
+
+
+def as_list(value: Any) -> list[Any]:
+    """The entries of a list or an array, of one that a text spells out, or the value alone; none of `None`."""
+    value = _plain(value)
+    if isinstance(value, str):
+        listed = _list_in_text(value)
+        value = value if listed is None else listed
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
 
 
 def unique(texts: Iterable[str]) -> list[str]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .answers import Unusable, get_column, top_level, unique
+from .answers import Unusable, as_list, get_column, top_level, unique
 from .schemas import SCHEMAS, Parsed, Schema, column_schema, detect_schema, parse_question
 from .sources import Source, open_source
 
@@ -299,7 +299,7 @@ def _names_of(path: str | Path) -> dict[str, Sequence[str]]:
     if "Q_id" not in found.columns or "aliases" not in found.columns:
         raise ValueError(f"`aliases={path}` needs the columns Q_id and aliases, but has {', '.join(found.columns)}.")
     return {
-        str(row["Q_id"]): [*(row.get("aliases") or ()), *(row.get("demonyms") or ())]
+        str(row["Q_id"]): [*as_list(row.get("aliases")), *as_list(row.get("demonyms"))]
         for _, row in found.rows(None)
         if row.get("Q_id") is not None
     }

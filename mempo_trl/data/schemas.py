@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .answers import Objectives, Unusable, check_text, get_column, parse_answers, top_level
+from .answers import Objectives, Unusable, as_list, check_text, get_column, parse_answers, top_level
 
 
 Row = Mapping[str, Any]
@@ -185,16 +185,13 @@ def _read_musique(row: Row, aliases: Aliases) -> Parsed:
 
 
 def _read_2wiki(row: Row, aliases: Aliases) -> Parsed:
-    return Parsed(
-        _question(row, "question"), *_with_aliases(row.get("answer"), aliases.get(row.get("answer_id") or ""))
-    )
+    names = aliases.get(str(row.get("answer_id")))
+    return Parsed(_question(row, "question"), *_with_aliases(row.get("answer"), names))
 
 
 def _with_aliases(answer: Any, aliases: Any) -> tuple[Objectives, int]:
     objectives, blank = _one_objective(answer)
-    if aliases is None or not len(aliases):
-        return objectives, blank
-    more, blank_aliases = _one_objective([*objectives[0], *aliases])
+    more, blank_aliases = _one_objective([*objectives[0], *as_list(aliases)])
     return more, blank + blank_aliases
 
 
@@ -214,17 +211,14 @@ def _read_natural_questions(row: Row, aliases: Aliases) -> Parsed:
     ):  # a list of structs is a struct of lists, as older versions of datasets write it
         short, yes_no = annotations.get("short_answers"), annotations.get("yes_no_answer")
     else:
-        listed = [entry for entry in annotations or () if isinstance(entry, Mapping)]
+        listed = [entry for entry in as_list(annotations) if isinstance(entry, Mapping)]
         short = [entry.get("short_answers") for entry in listed]
         yes_no = [entry.get("yes_no_answer") for entry in listed]
     texts: list[Any] = []
-    for spans in short if short is not None else ():
-        if isinstance(spans, Mapping):
-            found = spans.get("text")
-            texts += [] if found is None else list(found)
-        else:
-            texts += [span.get("text") for span in spans or () if isinstance(span, Mapping)]
-    for value in yes_no if yes_no is not None else ():
+    for spans in as_list(short):
+        for span in as_list(spans):
+            texts += as_list(span.get("text")) if isinstance(span, Mapping) else []
+    for value in as_list(yes_no):
         if str(value).upper() in ("0", "NO", "1", "YES"):
             texts.append("yes" if str(value).upper() in ("1", "YES") else "no")
     if not texts:

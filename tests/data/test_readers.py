@@ -12,11 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from served_data_sets import DataSets
 
 from mempo_trl.data import QuestionsDropped, read_answers, read_questions
 from mempo_trl.data.answers import Unusable, parse_answers
 from mempo_trl.data.schemas import SCHEMAS
+from mempo_trl.evaluation.evaluator import load_questions
 from mempo_trl.runs import check_questions
 
 
@@ -497,6 +500,49 @@ class TestRows:
     def test_blank_answers_beside_others_are_noted(self):
         questions = read([{"question": "Who?", "answers": ["Ann", "", None]}])
         assert "1: with blank accepted answers: left out" in str(questions.report)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["text", "value", "aliases", "target", "ground_truth", "question", "role", "content", "short_answers"]
+            ),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=8,
+)
+
+
+class TestWhateverComes:
+    @settings(deadline=None, max_examples=100)
+    @given(data=st.data())
+    @pytest.mark.parametrize("name", SCHEMAS)
+    def test_rows_are_read_or_dropped(self, name, data):
+        columns = st.sampled_from([*SCHEMAS[name].columns, *SCHEMAS[name].ids, SCHEMAS[name].source or "source"])
+        good = {column: None for group in SCHEMAS[name].needs for column in group}
+        rows = [{**good, **data.draw(st.dictionaries(columns, JSON, max_size=6))} for _ in range(3)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", QuestionsDropped)
+            try:
+                questions = read_questions(rows, schema=name)
+            except ValueError as error:
+                assert "3 of 3 rows are dropped" in str(error)
+                return
+        checked = check_questions(questions.rows)
+        assert [row["answers"] for row in checked] == [row["answers"] for row in questions.rows]
+        assert questions.report.read == 3 == questions.report.kept + questions.report.dropped.total()
+        str(questions.report).encode()
+        json.dumps(questions.rows, ensure_ascii=False).encode()
+
+    def test_evaluation_is_not_silent(self, tmp_path):
+        path = write_lines(tmp_path / "q.jsonl", {"question": "Who?", "answer": "Ann"}, {"question": "Where?"})
+        with pytest.warns(QuestionsDropped, match=r"1 of 2 rows are dropped \(1: it has no answer\)"):
+            assert len(load_questions(str(path))) == 1
 
 
 class TestFiles:
