@@ -4,6 +4,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 
 # In each module: `add_arguments(parser)` and `run(args)`. What goes wrong with what the user gave is raised as
@@ -18,6 +19,17 @@ COMMANDS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in a sentence, as commands do."""
+
+    def error(self, message: str) -> NoReturn:
+        raise _UsageError(f"{self.prog}: {message} ({self.prog} --help says more).")
+
+
+class _UsageError(Exception):
+    """The arguments cannot be read."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
@@ -27,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 1 if the command failed.
     """
-    parser = argparse.ArgumentParser(prog="mempo", description="Search agents that keep their own memory.")
+    parser = _Parser(prog="mempo", description="Search agents that keep their own memory.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     asked = next((word for word in (sys.argv[1:] if argv is None else argv) if word in COMMANDS), None)
     for name, summary in COMMANDS.items():
@@ -38,9 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             module = importlib.import_module(f"{__name__}.{name}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
-    args = parser.parse_args(argv)
     try:
+        args = parser.parse_args(argv)
         args.run(args)
+    except _UsageError as error:
+        print(error, file=sys.stderr)
+        return 1
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         message = str(error)
         if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:

@@ -105,16 +105,20 @@ def run_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def open_tools(args: argparse.Namespace) -> list[Any]:
-    """The search tool that the arguments name, if any."""
+    """The search tool that the arguments name, if any.
+
+    A server is asked once: that it is down should be known before a model is loaded, and not be taken for its failure.
+    """
     if args.search is None:
         return []
     from mempo_trl.search import HttpSearch, make_search_tool, open_index
 
     if args.search.startswith(("http://", "https://")):
         backend: Any = HttpSearch(args.search, token=token_of_environment())
-    else:
-        backend = open_index(args.search)
-    return [make_search_tool(backend, args.search_results, args.query_list)]
+        tool = make_search_tool(backend, args.search_results, args.query_list)
+        backend.search(["test"], args.search_results)
+        return [tool]
+    return [make_search_tool(open_index(args.search), args.search_results, args.query_list)]
 
 
 def open_questions(args: argparse.Namespace, source: str) -> list[dict[str, Any]]:
@@ -131,11 +135,18 @@ def text_or_file(text: str) -> str:
 
 def context_turns(text: str) -> int | str:
     """A number of turns, or `all`."""
-    return text if text == "all" else int(text)
+    if text == "all":
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: it must be a whole number, at least 1, or all")
+    return int(text)
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError("not a JSON object")
+        raise argparse.ArgumentTypeError(f'{text!r} is no JSON object, which is like {{"key": 1}}')
     return value

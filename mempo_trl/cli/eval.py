@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> None:
         if args.model is not None:
             raise ValueError("--compare takes two runs that are there: leave out model and questions.")
         first, second = (read_run(path) for path in args.compare)
-        print(f"A: {args.compare[0]}\nB: {args.compare[1]}\n")
-        print(comparison_markdown(compare(first, second, **bootstrap)))
+        table = comparison_markdown(compare(first, second, **bootstrap))
+        print(f"A: {args.compare[0]}\nB: {args.compare[1]}\n\n{table}", end="")
         return
     if args.model is None or args.questions is None or args.out is None:
         raise ValueError("give a model, questions and --out, or --compare with two runs.")

@@ -1,6 +1,7 @@
 """Running an agent outside training: a model of transformers, vLLM, or an OpenAI-compatible endpoint."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from ..agent_settings import AgentSettings
@@ -83,6 +84,9 @@ def open_engine(
         raise ValueError("`endpoint` and `backend='openai'` go together: give both, or neither.")
     named = model if isinstance(model, str) else None
     identity = f"{named or _name(model)}{'' if revision is None else f'@{revision}'}"
+    for name in (named if endpoint is None else None, tokenizer):
+        if isinstance(name, str) and _is_path(name) and not Path(name).is_dir():
+            raise FileNotFoundError(f"There is no folder {name}: name a checkpoint's folder, or a model on the Hub.")
     if endpoint is not None:
         chosen = _settings(tokenizer if isinstance(tokenizer, str) else None, revision, settings)
         connection = Endpoint(endpoint, model)
@@ -113,6 +117,11 @@ def open_engine(
             sampler = TransformersSampler(model, 0 if pad is None else pad, sampling, identity)
             batch_size = 16 if batch_size is None else batch_size
     return TokenEngine(tokenizer, sampler, tools, chosen, sampling, batch_size, tool_timeout, max_unavailable_turns)
+
+
+def _is_path(name: str) -> bool:
+    """Whether this can be a folder only: names on the Hub have at most one slash."""
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
 def _settings(model: str | None, revision: str | None, changes: dict[str, Any]) -> AgentSettings:
