@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from mempo_trl import MemPOConfig, MemPOTrainer
 from mempo_trl import hub as uploads
+from mempo_trl.agent_settings import AgentSettings
 from mempo_trl.hub import WAITS, PushError, without_tokens
 from mempo_trl.protocol import DEFAULT_SYSTEM_PROMPT, build_prompt
 from mempo_trl.search import BM25Index, make_search_tool
@@ -103,7 +104,9 @@ def test_what_was_trained_can_be_loaded_from_the_hub(tmp_path, hub, caplog, stra
         assert hub.commits == []
         trainer.save_model()
     files = hub.repos["me/agent"]
-    check_model(trainer, hub.download("me/agent", tmp_path / "pulled"))
+    pulled = hub.download("me/agent", tmp_path / "pulled")
+    check_model(trainer, pulled)
+    assert AgentSettings.load(pulled) == trainer._agent_settings()
 
     folders = {
         "end": [],
@@ -115,6 +118,7 @@ def test_what_was_trained_can_be_loaded_from_the_hub(tmp_path, hub, caplog, stra
     for folder in folders:
         for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"):
             assert f"{folder}/{name}" in files
+        assert AgentSettings.load(pulled / folder) == trainer._agent_settings()
     assert not {"half.safetensors.tmp", "_private", "model.safetensors.lock"} & set(files)
     assert not list(trainer._hub.output_dir.glob("_hub-*"))
     assert {"mempo", "trl"} <= set(ModelCard(files["README.md"].decode()).data.tags)

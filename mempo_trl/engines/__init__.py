@@ -1,6 +1,7 @@
 """Running an agent outside training: a model of transformers, vLLM, or an OpenAI-compatible endpoint."""
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,7 +63,7 @@ def open_engine(
         max_unavailable_turns: turns in a row in which a tool could not be reached, after which a run stops.
         vllm_options: further arguments of `vllm.LLM`.
         **settings: fields of `AgentSettings` that are to differ from those of the checkpoint's `agent.json`, or from
-            the defaults if it has none.
+            the defaults if it has none. Tools that are not as it says are a warning.
 
     Raises:
         ValueError, TypeError: if an argument is wrong.
@@ -88,7 +89,7 @@ def open_engine(
         if isinstance(name, str) and _is_path(name) and not Path(name).is_dir():
             raise FileNotFoundError(f"There is no folder {name}: name a checkpoint's folder, or a model on the Hub.")
     if endpoint is not None:
-        chosen = _settings(tokenizer if isinstance(tokenizer, str) else None, revision, settings)
+        chosen = _settings(tokenizer if isinstance(tokenizer, str) else None, revision, settings, tools)
         connection = Endpoint(endpoint, model)
         if tokenizer is None:
             return ChatEngine(
@@ -100,7 +101,7 @@ def open_engine(
         if max_unavailable_turns is not None:
             max_unavailable_turns *= concurrency
     else:
-        chosen = _settings(named, revision, settings)
+        chosen = _settings(named, revision, settings, tools)
         if tokenizer is None and named is None:
             raise ValueError("`tokenizer` is missing: a model that is no checkpoint does not bring its own.")
         tokenizer = _tokenizer(named if tokenizer is None else tokenizer, revision, trust_remote_code)
@@ -124,13 +125,35 @@ def _is_path(name: str) -> bool:
     return name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
-def _settings(model: str | None, revision: str | None, changes: dict[str, Any]) -> AgentSettings:
+def _settings(model: str | None, revision: str | None, changes: dict[str, Any], tools: list[Callable]) -> AgentSettings:
     own = None if model is None else AgentSettings.load(model, revision)
     known = AgentSettings.__dataclass_fields__
     for name in changes:
         if name not in known:
             raise TypeError(f"There is no argument {name!r}. Settings of an agent are: {', '.join(known)}.")
+    if own is not None and own.tools:
+        _warn_of_other_tools(own.tools, tools)
     return (own or AgentSettings()).replace(**changes)
+
+
+def _warn_of_other_tools(trained: list[dict[str, Any]], tools: list[Callable]) -> None:
+    """Warn if tools are not those of the training: their schemas are part of the prompt."""
+    from transformers.utils import get_json_schema
+
+    before, now = (
+        {schema["function"]["name"]: schema["function"] for schema in schemas}
+        for schemas in (trained, [get_json_schema(tool) for tool in tools])
+    )
+    found = []
+    for name in {**before, **now}:
+        if name not in now:
+            found.append(f"{name!r} is missing")
+        elif name not in before:
+            found.append(f"{name!r} is a name that it does not know")
+        elif other := [part for part in ("parameters", "description") if before[name].get(part) != now[name].get(part)]:
+            found.append(f"{name!r} differs in its {' and '.join(other)}")
+    if found:
+        warnings.warn(f"The tools are not those that the agent was trained with: {', '.join(found)}.", stacklevel=4)
 
 
 def _tokenizer(tokenizer: Any, revision: str | None, trust_remote_code: bool) -> Any:
