@@ -33,7 +33,7 @@ ROOT = HERE.parent.parent
 # glibc hands freed memory back to the system, and asking for it again costs more than the arithmetic at these sizes.
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "100000000000", "MALLOC_TRIM_THRESHOLD_": "100000000000"}
 PORT = "PORT"  # stands for a port that is free, in commands
-AGENT = {"context-turns": 1, "max-turns": 5, "max-turn-length": 96, "max-observation-length": 96}
+AGENT = {"context-turns": 1, "max-turns": 4, "max-turn-length": 96, "max-observation-length": 96}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -44,7 +44,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="a checkpoint's folder; SmolLM2-135M-Instruct if not given")
     parser.add_argument("--cache-dir", type=Path, default=ROOT / ".cache" / "smollm2", help="where SmolLM2 is put")
     parser.add_argument("--train", type=int, default=240, help="questions to collect traces of, and to train on")
-    parser.add_argument("--test", type=int, default=48, help="questions to evaluate on, about other countries")
+    parser.add_argument("--test", type=int, default=36, help="questions to evaluate on, about other countries")
     parser.add_argument("--failures", type=float, default=0.1, help="share of the turns in which the expert fails")
     parser.add_argument("--sft-steps", type=int, default=40, help="steps of fine-tuning, of 8 turns each")
     parser.add_argument("--mempo-steps", type=int, default=4, help="steps of MemPO, of 2 questions and 8 rollouts each")
