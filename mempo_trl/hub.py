@@ -348,7 +348,8 @@ class HubTrainer(ResumableTrainer):
     def _save(self, output_dir=None, state_dict=None) -> None:
         with without_tokens(self.args):
             super()._save(output_dir, state_dict)
-        self._agent_settings().save(output_dir if output_dir is not None else str(self.args.output_dir))
+        if self.args.should_save:  # other processes are only here for what they have of the weights
+            self._agent_settings().save(output_dir if output_dir is not None else str(self.args.output_dir))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """

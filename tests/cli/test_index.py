@@ -115,7 +115,7 @@ def test_bad_options_are_refused_before_the_corpus_is_read(tmp_path, corpus, cap
         (["--kind", "dense", "--model", str(encoder()), "--parameters", "x=1"], "parameters must be faiss search"),
     ):
         assert main(["index", str(corpus), str(tmp_path / "index"), *options]) == 1
-        assert capsys.readouterr().err.startswith(f"mempo index: {message}")
+        assert f"mempo index: {message}" in capsys.readouterr().err
 
 
 def test_dense_and_hybrid(tmp_path, corpus, capsys):
