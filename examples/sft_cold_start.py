@@ -48,14 +48,15 @@ def read_pairs(path: str, max_pairs: int | None = None) -> list[dict[str, Any]]:
     """The pairs of a file."""
     pairs = []
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
+        # Not `splitlines`: text from the web has line separators of its own, which JSON need not spell out.
+        lines = Path(path).read_text(encoding="utf-8").rstrip("\n").split("\n")
+    except (OSError, UnicodeError) as error:
         raise ValueError(f"`traces={path}` cannot be read: {error}") from error
-    for number, line in enumerate(lines[:max_pairs], start=1):
+    for number, line in enumerate(lines[:max_pairs] if lines != [""] else [], start=1):
         try:
             pair = json.loads(line)
-            pair["prompt"], pair["completion"]
-        except (ValueError, KeyError, TypeError) as error:
+            pair["prompt"][0]["role"], pair["completion"][0]["content"]
+        except (ValueError, KeyError, IndexError, TypeError) as error:
             raise ValueError(
                 f"`traces={path}`, line {number} is no pair of prompt and completion: {error!r}"
             ) from error
