@@ -1,6 +1,7 @@
 """What commands that read questions have in common: which they are, and what is said of those that are dropped."""
 
 import argparse
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -15,6 +16,7 @@ QUESTIONS = (
     "questions with answers: a .jsonl, .json, .parquet, .csv or .tsv file, a folder of such, or a data set on the Hub; "
     "NAME:SPLIT is a split of the last two"
 )
+_NAME_AND_SPLIT = re.compile(r"(.+):([\w.-]+(?:\[[^\]]*\])?)")
 _OPTIONS = ("schema", "split", "config", "question_column", "answers_column", "id_column", "aliases")
 
 
@@ -44,14 +46,23 @@ def read(args: argparse.Namespace, source: str, loud: bool = True) -> "QuestionS
 
 def read_named(args: argparse.Namespace, source: str, loud: bool = True, **options: Any) -> "QuestionSet":
     """Questions that are read with these options of `read_questions`, whatever the command's arguments are."""
-    from mempo_trl.data import QuestionsDropped, read_questions
+    from mempo_trl.data import FilesIgnored, QuestionsDropped, read_questions
 
-    name, _, split = source.rpartition(":")
-    if name and not Path(source).expanduser().exists():
-        source, options = name, {"split": split, **options}
-    with warnings.catch_warnings():
+    named = _NAME_AND_SPLIT.fullmatch(source)
+    if named and not Path(source).expanduser().exists():
+        source, split = named.groups()
+        if options.get("split", split) != split:
+            raise ValueError(f"{source}:{split} names another split than --split {options['split']}: give one of them.")
+        options["split"] = split
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", FilesIgnored)
         warnings.simplefilter("ignore", QuestionsDropped)
         questions = read_questions(source, **options)
+    for warning in caught:
+        if issubclass(warning.category, FilesIgnored):
+            print(f"mempo {args.command}: {warning.message}", file=sys.stderr)
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     if loud and questions.report.dropped:
         print(f"mempo {args.command}: {questions.report.summary()}", file=sys.stderr)
     return questions

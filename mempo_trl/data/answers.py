@@ -3,12 +3,25 @@
 import ast
 import json
 import math
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
 Objectives = list[list[str]]
+# The pieces of what Python, NumPy and pandas print of lists, dictionaries, texts and numbers.
+_PIECES = re.compile(
+    r"""(?P<space>\s+)
+    | (?P<dtype>,\s*dtype=(?:'[^']*'|"[^"]*"|[\w.<>|]+))
+    | (?P<call>(?:np\.|numpy\.)?(?:array|list|(?:str|int|float|bool)\d*_?)\()
+    | (?P<text>u?(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"))
+    | (?P<open>[\[({])
+    | (?P<close>[\])}])
+    | (?P<mark>[,:])
+    | (?P<word>[^\s\[\](){},:'"]+)""",
+    re.VERBOSE | re.DOTALL,
+)
 
 
 class Unusable(ValueError):
@@ -71,7 +84,7 @@ def parse_answers(value: Any) -> tuple[Objectives, int]:
               whole numbers lose the ".0" that they get where a column also has missing values;
             - a list of such: the accepted answers of one objective;
             - a list of lists of such: those of several objectives;
-            - a text that is such a list in JSON, or as Python prints it, with texts alone in it;
+            - a text that is such a list in JSON, or as Python, NumPy or pandas print it, with texts alone in it;
             - SQuAD's `{"text": [...]}`, or TriviaQA's `{"value": ..., "aliases": [...]}`.
 
             Arrays of NumPy count as lists.
@@ -118,6 +131,47 @@ def as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return value if isinstance(value, list) else [value]
+
+
+def read_printed(text: str) -> Any:
+    """What a text spells out in JSON, or as Python, NumPy or pandas print it; `None` if it does not.
+
+    Tables that are written as CSV hold nested columns so: `{'target': array(['a', 'b'], dtype=object)}`, or `['a' 'b']`
+    without a comma, which Python itself would take for one text.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        pass
+    pieces: list[str] = []
+    calls: list[bool] = []  # of the brackets that are open, whether they are a call's, which is left out
+    position, ended = 0, False
+    while position < len(text):
+        found = _PIECES.match(text, position)
+        if found is None:
+            return None
+        position = found.end()
+        kind, piece = found.lastgroup, found.group()
+        if kind in ("space", "dtype"):
+            continue
+        if kind == "close":
+            if not calls:
+                return None
+            ended = True
+            if not calls.pop():
+                pieces.append(piece)
+            continue
+        if ended and kind != "mark":
+            pieces.append(",")
+        ended = kind in ("text", "word")
+        if kind in ("open", "call"):
+            calls.append(kind == "call")
+        if kind != "call":
+            pieces.append("None" if piece in ("nan", "null", "<NA>", "NaT") else piece)
+    try:
+        return ast.literal_eval("".join(pieces))
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
 
 
 def unique(texts: Iterable[str]) -> list[str]:
@@ -171,15 +225,9 @@ def _plain(value: Any) -> Any:
 
 def _list_in_text(text: str) -> list[Any] | None:
     """The list of texts, or of lists of texts, that a text spells out, if it does."""
-    if not text.strip().startswith("["):
+    if not text.lstrip().startswith(("[", "array([")):
         return None
-    value: Any = None
-    for parse in (json.loads, ast.literal_eval):
-        try:
-            value = parse(text.strip())
-            break
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            continue
+    value = read_printed(text)
     # "[5]" may well be an answer, and so may "[sic]", which no parser takes.
     return value if isinstance(value, list) and _all_texts(value) else None
 

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from ..rewards import OBJECTIVE_SEPARATOR, normalize_answer
+from ..run_folder import short
+from .columns import check_answers
 from .readers import QuestionSet
 from .writing import write_questions
 
@@ -135,7 +137,7 @@ def part_questions(row: Mapping[str, Any]) -> list[str]:
     """The questions that a row asks: those of its parts if it has several objectives, as far as they can be told."""
     if row.get("part_questions"):
         return list(row["part_questions"])
-    question, objectives = row["question"], row["answers"]
+    question, objectives = row["question"], row.get("answers") or [""]
     if isinstance(objectives[0], list) and len(objectives) > 1:
         pieces = [piece.strip() for piece in question.split(";")]
         if len(pieces) == len(objectives):
@@ -155,7 +157,8 @@ def rows_of(questions: Rows) -> Iterable[Mapping[str, Any]]:
 
 
 def _keys(sets: Iterable[Rows]) -> set[str]:
-    return {question_key(part) for one in sets for row in rows_of(one) for part in part_questions(row)}
+    rows = (_asking(row, number) for one in sets for number, row in enumerate(rows_of(one)))
+    return {question_key(part) for row in rows for part in part_questions(row)}
 
 
 def _counts(objectives: int | Iterable[int]) -> list[int]:
@@ -181,8 +184,8 @@ def _usable(
     known: set[str] = set()
     for one in sets:
         for number, given in enumerate(rows_of(one)):
-            row = {"id": str(number), "source": "questions", **given}
-            answers = row["answers"] if isinstance(row["answers"][0], list) else [row["answers"]]
+            row = _checked(given, number)
+            answers = row["answers"]
             key = question_key(row["question"])
             accepted = [text for text in answers[0] if not (separated and OBJECTIVE_SEPARATOR.search(text))]
             if len(answers) > 1:
@@ -205,6 +208,31 @@ def _usable(
         reasons = "; ".join(f"{count:,}: {reason}" for reason, count in composition.dropped.most_common())
         raise ValueError(f"There is no question to compose of ({reasons or 'none was given'}).")
     return parts
+
+
+def _asking(row: Any, number: int) -> Mapping[str, Any]:
+    """The row.
+
+    Raises:
+        ValueError: if it has no question.
+    """
+    if not isinstance(row, Mapping):
+        raise ValueError(f"Row {number} is no dictionary, but {short(row)}: give what `read_questions` returns.")
+    if not isinstance(row.get("question"), str) or not row["question"].strip():
+        raise ValueError(f"Row {number} has no text in `question`: {short(row)}")
+    return row
+
+
+def _checked(given: Any, number: int) -> dict[str, Any]:
+    """A row with an id, a source and a list of accepted answers for each objective.
+
+    Raises:
+        ValueError: if it is no question with answers.
+    """
+    answers: Any = _asking(given, number).get("answers")
+    check_answers(answers, f"row {number}")
+    row = {"id": str(number), "source": "questions", **given}
+    return {**row, "answers": answers if isinstance(answers[0], list) else [answers]}
 
 
 def _plan(counts: list[int], number: int | None, sizes: dict[str, int], seed: int) -> list[tuple[str, int]]:

@@ -127,6 +127,7 @@ def read_questions(
 
     Raises:
         FileNotFoundError: if there is no such file, folder or data set.
+        FilesIgnored: the warning that a folder has files which no split takes.
         ValueError: if a file is damaged, no schema fits or several do, a column is missing, or no row can be used.
     """
     found = open_source(source, split, config, revision)
@@ -295,6 +296,8 @@ def _parts(row: Mapping[str, Any]) -> dict[str, list[str]]:
 
 def _names_of(path: str | Path) -> dict[str, Sequence[str]]:
     """Further names by the id of an entity, from the file that 2WikiMultihopQA has of them."""
+    if not Path(path).expanduser().is_file():
+        raise FileNotFoundError(f"`aliases={path}` is no file: name the id_aliases.json that comes with the set.")
     found = open_source(Path(path))
     if "Q_id" not in found.columns or "aliases" not in found.columns:
         raise ValueError(f"`aliases={path}` needs the columns Q_id and aliases, but has {', '.join(found.columns)}.")

@@ -1,12 +1,11 @@
 """The forms in which question sets are published, and how they are told apart. Nothing here needs torch."""
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .answers import Objectives, Unusable, as_list, check_text, get_column, parse_answers, top_level
+from .answers import Objectives, Unusable, as_list, check_text, get_column, parse_answers, read_printed, top_level
 
 
 Row = Mapping[str, Any]
@@ -16,6 +15,7 @@ _INSTRUCTIONS = re.compile(
     r"</answer>\s*\.?\s+Question:\s+|\AQuestion:\s+|\nQuestion:\s+"
     r"|Answer (?:all of )?the following (?:\w+ )?questions?:\s+"
 )
+_TAG = re.compile(r"</?\w[^>]*>")
 _ANSWER_SPLIT = "<|answer_split|>"  # between the answers of MEM1's questions for web search
 
 
@@ -117,6 +117,7 @@ def _conversation(value: Any) -> list[dict[str, Any]]:
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), str) or "role" not in message:
             raise Unusable("its prompt is no conversation")
+        check_text(message["content"])
     return [{"role": message["role"], "content": message["content"]} for message in value]
 
 
@@ -144,12 +145,9 @@ def _read_own(row: Row, aliases: Aliases) -> Parsed:
 
 
 def _read_verl(row: Row, aliases: Aliases) -> Parsed:
-    truth = _value(row, "reward_model.ground_truth")
-    if isinstance(truth, str) and truth.lstrip().startswith("{"):
-        try:
-            truth = json.loads(truth)
-        except (ValueError, RecursionError):
-            pass  # an answer that begins with a brace
+    nested = ("reward_model", "extra_info", "prompt")
+    row = {name: _unprinted(value) if name in nested else value for name, value in row.items()}
+    truth = _unprinted(_value(row, "reward_model.ground_truth"))
     if isinstance(truth, Mapping) and "target" in truth:
         truth = truth["target"]
     if isinstance(truth, str) and _ANSWER_SPLIT in truth:
@@ -167,6 +165,15 @@ def _read_verl(row: Row, aliases: Aliases) -> Parsed:
     if not question:
         raise Unusable("it has no question")
     return Parsed(question, objectives, blank, whole_prompt=found is None)
+
+
+def _unprinted(value: Any) -> Any:
+    """What a table of texts alone holds of nested columns: a mapping or a conversation; other values as they are."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("{", "[", "array([")):
+        return value
+    read = read_printed(value)
+    nested = isinstance(read, Mapping) or (isinstance(read, list) and read and isinstance(read[0], Mapping))
+    return read if nested else value
 
 
 def _read_flashrag(row: Row, aliases: Aliases) -> Parsed:
@@ -203,8 +210,8 @@ def _one_objective(value: Any) -> tuple[Objectives, int]:
 
 
 def _read_natural_questions(row: Row, aliases: Aliases) -> Parsed:
-    column = "question.text" if isinstance(row.get("question"), Mapping) else "question"
-    question = _question(row, column)
+    columns = {"question_text": "question_text" in row, "question.text": isinstance(row.get("question"), Mapping)}
+    question = _question(row, next((column for column, there in columns.items() if there), "question"))
     annotations = row.get("annotations")
     if isinstance(
         annotations, Mapping
@@ -217,13 +224,34 @@ def _read_natural_questions(row: Row, aliases: Aliases) -> Parsed:
     texts: list[Any] = []
     for spans in as_list(short):
         for span in as_list(spans):
-            texts += as_list(span.get("text")) if isinstance(span, Mapping) else []
+            if isinstance(span, Mapping):
+                texts += as_list(span["text"]) if "text" in span else [_spanned_text(row, span)]
     for value in as_list(yes_no):
         if str(value).upper() in ("0", "NO", "1", "YES"):
             texts.append("yes" if str(value).upper() in ("1", "YES") else "no")
     if not texts:
         raise Unusable("it has neither a short answer nor yes or no")
     return Parsed(question, *parse_answers(texts))
+
+
+def _spanned_text(row: Row, span: Mapping[str, Any]) -> str | None:
+    """The words of a document from `start_token` to before `end_token`, but its tags, as Google's own files have it."""
+    start, end = span.get("start_token"), span.get("end_token")
+    if not isinstance(start, int) or not isinstance(end, int) or start < 0:
+        return None
+    tokens = row.get("document_tokens")
+    if tokens is None:
+        document = row.get("document_text")
+        words = document.split(" ")[start:end] if isinstance(document, str) else []
+        return " ".join(word for word in words if not _TAG.fullmatch(word))
+    text, last = "", None
+    for token in as_list(tokens)[start:end]:
+        if not isinstance(token, Mapping) or token.get("html_token") or not isinstance(token.get("token"), str):
+            continue
+        touches = last is not None and token.get("start_byte") == last
+        text += ("" if touches or not text else " ") + token["token"]
+        last = token.get("end_byte")
+    return text
 
 
 _ANSWER_SCHEMAS = ("flashrag", "nq_open", "natural_questions", "musique", "2wiki", "hotpotqa")
@@ -259,9 +287,10 @@ SCHEMAS: dict[str, Schema] = {
         Schema(
             "natural_questions",
             "Natural Questions, Google's own",
-            (("question",), ("annotations",)),
-            ("question", "annotations"),
+            (("question", "question_text"), ("annotations",)),
+            ("question", "question_text", "annotations", "document_text", "document_tokens"),
             _read_natural_questions,
+            ids=("id", "_id", "example_id"),
         ),
         Schema(
             "musique",

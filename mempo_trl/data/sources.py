@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import re
+import warnings
 import zlib
 from codecs import BOM_UTF8
 from collections import Counter
@@ -14,6 +15,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+import yaml
+
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv", ".tsv")
 _SAMPLE = 100  # rows that tell which columns there are
@@ -22,6 +25,8 @@ _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _SPLIT_NAME = re.compile(
     r"(train|test|dev|valid|validation|val|eval|data|questions)([-_.]?\d+(-of-\d+)?)?", re.IGNORECASE
 )
+# What `datasets` itself writes beside rows.
+_NOTES = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 _SYNONYMS = {"dev": "validation", "val": "validation", "valid": "validation"}
 
 Place = str
@@ -80,13 +85,7 @@ def open_source(
     if path.is_dir():
         if revision is not None:
             raise ValueError(f"`revision={revision}` belongs to a data set on the Hub, but {path} is a folder.")
-        files = _files_of(path, split, config)
-        readers = [_reader(file) for file in files]
-        return _source(
-            _file_name(files[0]) if len(files) == 1 else path.resolve().name,
-            f"{path} ({len(files)} files)" if len(files) > 1 else str(files[0]),
-            lambda columns: chain.from_iterable(read(columns) for read in readers),
-        )
+        return _folder_source(path, split, config)
     return _hub_source(str(source), split, config, revision)
 
 
@@ -240,14 +239,67 @@ def _read_table(path: Path, delimiter: str) -> Rows:
 # --- Folders, and the Hub -------------------------------------------------------------------------------------------
 
 
-def _files_of(path: Path, split: str | None, config: str | None) -> list[Path]:
-    """The files of a split, as `datasets` finds them: by names, or as README.md says."""
+class FilesIgnored(UserWarning):
+    """A folder has files beside those that are read."""
+
+
+def _folder_source(path: Path, split: str | None, config: str | None) -> Source:
+    found, ignored = _files_of(path, config)
+    chosen = _choose_split(split, list(found), str(path))
+    if ignored:
+        names = ", ".join(ignored[:5]) + (" …" if len(ignored) > 5 else "")
+        warnings.warn(
+            f"{path}: these files belong to no split by their names and are not read: {names}. "
+            "Name the file itself to read it.",
+            FilesIgnored,
+            stacklevel=4,
+        )
+    readers = {name: [_reader(file) for file in files] for name, files in found.items()}
+    parts: list[tuple[str, int, int | None]]
+    if chosen in found:
+        files, parts = found[chosen], [(chosen, 0, None)]
+    else:
+        parts = _slices(chosen, readers)
+        files = list(dict.fromkeys(file for name, _, _ in parts for file in found[name]))
+
+    def rows(columns: Sequence[str] | None) -> Rows:
+        for name, start, end in parts:
+            yield from islice(chain.from_iterable(read(columns) for read in readers[name]), start, end)
+
+    return _source(
+        _file_name(files[0]) if len(files) == 1 else path.resolve().name,
+        f"{path} ({len(files)} files)" if len(files) > 1 else str(files[0]),
+        rows,
+    )
+
+
+def _slices(
+    split: str, readers: Mapping[str, list[Callable[[Sequence[str] | None], Rows]]]
+) -> list[tuple[str, int, int | None]]:
+    """The split, first row and end of each part of a split like `train[:100]+validation[50%:]`."""
+    from datasets import ReadInstruction
+
+    names = {part.partition("[")[0].strip() for part in split.split("+")}
+    sizes = {name: sum(1 for read in readers[name] for _ in read(None)) for name in names}
+    try:
+        return [(part.splitname, part.from_, part.to) for part in ReadInstruction.from_spec(split).to_absolute(sizes)]
+    except (ValueError, AssertionError) as error:
+        raise ValueError(f"`split={split}` cannot be read: {' '.join(str(error).split())}") from error
+
+
+def _files_of(path: Path, config: str | None) -> tuple[dict[str, list[Path]], list[str]]:
+    """The files of each split, as `datasets` finds them: by names, or as README.md says. And those of no split."""
     from datasets import load_dataset_builder
 
+    there = sorted(file for file in path.rglob("*") if _may_hold_rows(file.relative_to(path)) and file.is_file())
+    if not there:
+        raise ValueError(f"The folder {path} holds no {', '.join(ENDINGS)} files.")
     try:
         builder = load_dataset_builder(str(path), config)
     except (ValueError, FileNotFoundError) as error:
         raise type(error)(f"{path}: {_config_problem(str(path), config, None, error)}") from error
+    except yaml.YAMLError as error:
+        raise ValueError(_card_problem(path / "README.md", error)) from error
     found = {
         str(name): [Path(file) for file in files if str(file).lower().endswith(ENDINGS)]
         for name, files in (builder.config.data_files or {}).items()
@@ -255,18 +307,34 @@ def _files_of(path: Path, split: str | None, config: str | None) -> list[Path]:
     found = {name: files for name, files in found.items() if files}
     if not found:
         raise ValueError(f"The folder {path} holds no {', '.join(ENDINGS)} files.")
-    return found[_choose_split(split, list(found), str(path))]
+    # What README.md leaves out is left out on purpose.
+    read = {file.resolve() for files in found.values() for file in files}
+    ignored = [str(file.relative_to(path)) for file in there if file.resolve() not in read]
+    return found, ignored if builder.config.name == "default" else []
+
+
+def _may_hold_rows(file: Path) -> bool:
+    hidden = any(part.startswith((".", "_")) for part in file.parts)
+    return file.name.lower().endswith(ENDINGS) and not hidden and file.name not in _NOTES
+
+
+def _card_problem(card: object, error: yaml.YAMLError) -> str:
+    return f"{card}: what stands between its lines of dashes is not YAML: {' '.join(str(error).split())}"
 
 
 def _choose_split(split: str | None, there: list[str], shown: str) -> str:
     if split is None and len(there) == 1:
         return there[0]
-    chosen = split if split in there or split is None else _SYNONYMS.get(split, split)
-    if chosen is None:
+    if split is None:
         raise ValueError(f"{shown} has several splits: say which to read (`split`): {', '.join(there)}.")
-    if chosen.partition("[")[0] not in there:
-        raise ValueError(f"`split={split}` is not a split of {shown}: {', '.join(there)}.")
-    return chosen
+    parts = []
+    for part in split.split("+"):
+        name, bracket, rest = part.strip().partition("[")
+        name = name if name in there else _SYNONYMS.get(name, name)
+        if name not in there:
+            raise ValueError(f"`split={split}` is not a split of {shown}: {', '.join(there)}.")
+        parts.append(f"{name}{bracket}{rest}")
+    return "+".join(parts)
 
 
 def _config_problem(name: str, config: str | None, revision: str | None, error: Exception) -> str:
@@ -285,6 +353,10 @@ def _config_problem(name: str, config: str | None, revision: str | None, error: 
 
 
 def _hub_source(name: str, split: str | None, config: str | None, revision: str | None) -> Source:
+    if "://" in name:
+        raise ValueError(
+            f"{name} is a URL: download the file and name that, or give a data set on the Hub as owner/name."
+        )
     if name.lower().endswith(ENDINGS) or not _HUB_NAME.fullmatch(name):
         raise FileNotFoundError(f"There is no file or folder {name}.")
     from datasets import load_dataset, load_dataset_builder
@@ -298,9 +370,14 @@ def _hub_source(name: str, split: str | None, config: str | None, revision: str 
         ) from error
     except ValueError as error:
         raise ValueError(f"{name}: {_config_problem(name, config, revision, error)}") from error
+    except yaml.YAMLError as error:
+        raise ValueError(_card_problem(f"{name}, README.md", error)) from error
     there = [str(part) for part in builder.info.splits or builder.config.data_files or {}]
     chosen = _choose_split(split, there, name)
-    dataset = load_dataset(name, config, split=chosen, revision=revision)
+    try:
+        dataset = load_dataset(name, config, split=chosen, revision=revision)
+    except (ValueError, AssertionError) as error:
+        raise ValueError(f"`split={chosen}` of {name} cannot be read: {' '.join(str(error).split())}") from error
 
     def rows(columns: Sequence[str] | None) -> Rows:
         kept = dataset.select_columns([c for c in dataset.column_names if columns is None or c in columns])

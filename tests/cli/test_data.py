@@ -106,6 +106,14 @@ def test_splits_by_name(tmp_path, capsys):
     assert run("compose", f"{folder}:train", "--objectives", 2, "--out", out, "--exclude", f"{folder}:test") == 0
     asked = [question for row in read_questions(out).rows for question in row["part_questions"]]
     assert sorted(asked) == ["train 0?", "train 1?", "train 2?", "train 3?"]
+    assert run("convert", f"{folder}:train[1:3]", tmp_path / "sliced.jsonl") == 0
+    assert [row["question"] for row in read_questions(tmp_path / "sliced.jsonl").rows] == ["train 1?", "train 2?"]
+    capsys.readouterr()
+    assert run("show", f"{folder}:train", "--split", "test") == 1
+    assert f"{folder}:train names another split than --split test: give one of them" in capsys.readouterr().err
+    write(folder / "hard.jsonl", {"question": "hard?", "answer": "a"})
+    assert run("show", f"{folder}:train") == 0
+    assert capsys.readouterr().err.startswith(f"mempo data: {folder}: these files belong to no split by their names")
 
 
 def test_what_is_dropped_of_a_test_set_is_said(nq, hotpotqa, tmp_path, capsys):
@@ -118,6 +126,8 @@ def test_what_is_dropped_of_a_test_set_is_said(nq, hotpotqa, tmp_path, capsys):
     [
         (["show", "{}/nowhere.jsonl"], "There is no file or folder"),
         (["show", "{}/nq.jsonl", "--split", "train"], "`split=train` belongs to a folder or a data set on the Hub"),
+        (["show", "https://a.b/c.jsonl"], "https://a.b/c.jsonl is a URL"),
+        (["show", "{}/nq.jsonl", "--aliases", "{}"], "is no file: name the id_aliases.json"),
         (["show", "{}/nq.jsonl", "--schema", "verl"], "`schema=verl` needs the column reward_model"),
         (["convert", "{}/nq.jsonl", "{}/o.csv"], "written to .parquet or .jsonl files"),
         (["compose", "{}/nq.jsonl", "--objectives", "9", "--out", "{}/o.jsonl"], "9 objectives need as many questions"),

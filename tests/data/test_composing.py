@@ -1,6 +1,7 @@
 """Questions of several objectives: no part twice in one, all used about equally often, the same everywhere."""
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -205,6 +206,25 @@ class TestCompose:
     def test_bad_arguments(self, options, message):
         with pytest.raises(ValueError, match=message):
             compose([questions(4), questions(3, "b")], **options)
+
+    @pytest.mark.parametrize(
+        ("row", "message"),
+        [
+            ("Who?", 'Row 1 is no dictionary, but "Who?"'),
+            ({"answers": ["a"]}, "Row 1 has no text in `question`"),
+            ({"question": "Who?"}, "The column `answers` is None, not a list in row 1"),
+            ({"question": "Who?", "answers": []}, "The column `answers` is empty in row 1"),
+        ],
+        ids=repr,
+    )
+    def test_rows_that_are_no_questions(self, row, message):
+        good = {"question": "Where?", "answers": ["b"]}
+        with pytest.raises(ValueError, match=re.escape(message)):
+            compose([[good, row]], 1)
+
+    def test_test_sets_without_answers(self):
+        rows = [{"question": f"{n}?", "answers": ["a"]} for n in range(3)]
+        assert len(compose([rows], 1, exclude=[[{"question": "1?"}]]).rows) == 2
 
     def test_nothing_to_compose_of(self):
         with pytest.raises(ValueError, match=r"There is no question to compose of \(none was given\)"):
