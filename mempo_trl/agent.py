@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .engines import Episode, Step, open_engine
-from .protocol import build_prompt
+from .protocol import build_prompt, clean_text
 
 
 @dataclass
@@ -17,13 +17,15 @@ class Answer:
             separated by ";".
         turns: everything it did: of each turn `text`, `memory`, `thought`, `tool_calls`, `answer`, `observation`.
         tokens: tokens read and written in all turns together; each turn reads its context anew.
-        stop_reason: why it ended, see `mempo_trl.rollout.StopReason`.
+        stop_reason: why it ended, see [`mempo_trl.engines.Episode`].
+        error: what the endpoint said, if it refused a request; `None` if not.
     """
 
     text: str | None
     turns: list[Step]
     tokens: int
     stop_reason: str
+    error: str | None = None
 
 
 class MemoryAgent:
@@ -58,7 +60,8 @@ class MemoryAgent:
         """Answer a question.
 
         Args:
-            question: the question; several may be asked at once.
+            question: the question; several may be asked at once. Special tokens of the tokenizer's that it spells out
+                are such tokens to the model, as in training: clean what strangers ask.
 
         Raises:
             ValueError: if the question is empty.
@@ -66,9 +69,9 @@ class MemoryAgent:
             RuntimeError: if a tool could not be reached again and again.
         """
         episode = Episode()
-        for episode in self._episodes(question):  # noqa: B007
+        for episode in self.episodes(question):  # noqa: B007
             pass
-        return Answer(episode.answer, episode.steps, episode.total_tokens, episode.stop_reason)
+        return Answer(episode.answer, episode.steps, episode.total_tokens, episode.stop_reason, episode.error)
 
     def stream(self, question: str) -> Iterator[Step]:
         """Answer a question, giving each turn once it is over and its tools have answered.
@@ -76,12 +79,16 @@ class MemoryAgent:
         Arguments and errors are those of `run`. The last turn's `answer` is the answer.
         """
         told = 0
-        for episode in self._episodes(question):
+        for episode in self.episodes(question):
             if len(episode.steps) > told:  # an episode may also end before its next turn
                 told = len(episode.steps)
                 yield episode.steps[-1]
 
-    def _episodes(self, question: str) -> Iterator[Episode]:
+    def episodes(self, question: str) -> Iterator[Episode]:
+        """Answer a question, giving the growing episode after each turn: it says in the end why it ended.
+
+        Arguments and errors are those of `run`.
+        """
         if not isinstance(question, str) or not question.strip():
             raise ValueError(f"`question` must be a text, but it is {question!r}.")
-        return self.engine.turns(build_prompt(question, self.engine.settings.system_prompt))
+        return self.engine.turns(build_prompt(clean_text(question), self.engine.settings.system_prompt))

@@ -11,11 +11,8 @@ from .evaluation.evaluator import load_questions
 from .evaluation.scorers import get_scorer
 from .evaluation.summary import score_record
 from .protocol import NO_MEMORY_SYSTEM_PROMPT, build_prompt
-from .run_folder import RunFolder, json_lines
+from .run_folder import SFT, SFT_NO_MEMORY, SUMMARY, RunFolder, json_lines
 from .runs import Question, check_samples, describe, run_questions
-
-
-SFT, SFT_NO_MEMORY = "sft.jsonl", "sft_no_memory.jsonl"
 
 
 @dataclass
@@ -96,7 +93,7 @@ def collect(
     check_samples(samples)
     get_scorer(scorer)
     engine = open_engine(model, tools, **options)
-    about = describe(engine, model, notes)
+    about = describe(engine, model, "collection", notes)
     with RunFolder(output_dir, about, overwrite) as folder:
         records = run_questions(engine, rows, folder, samples, "Collecting", progress)
         selection = select_traces(
@@ -121,7 +118,7 @@ def collect(
         folder.write(SFT, json_lines(with_memory))
         folder.write(SFT_NO_MEMORY, json_lines(pairs(NO_MEMORY_SYSTEM_PROMPT, None, memory=False)))
         collection = Collection(len(records), selection, len(with_memory))
-        folder.write("summary.json", [json.dumps(collection.summary(), indent=2) + "\n"])
+        folder.write(SUMMARY, [json.dumps(collection.summary(), indent=2) + "\n"])
     return collection
 
 

@@ -95,6 +95,11 @@ def build_prompt(question: str, system_prompt: str | None = None) -> list[dict[s
     return [*messages, {"role": "user", "content": question}]
 
 
+def clean_text(text: str) -> str:
+    """Text that can be encoded: lone surrogates, which JSON can spell and UTF-8 cannot, become question marks."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 def parse_tool_call(text: str) -> ToolCall | str:
     """Parse the inside of a `<tool_call>` section.
 

@@ -1,5 +1,6 @@
 """The folder of a run: what it has done so far, so that a run that was killed goes on. Nothing here needs torch."""
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -8,8 +9,12 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from .protocol import clean_text
+
 
 TRAJECTORIES = "trajectories.jsonl"
+SUMMARY, SUMMARY_TABLE = "summary.json", "summary.md"
+SFT, SFT_NO_MEMORY = "sft.jsonl", "sft_no_memory.jsonl"
 _ABOUT = "run.json"
 
 Record = dict[str, Any]
@@ -49,7 +54,8 @@ class RunFolder:
     def _open(self, about: dict[str, Any], overwrite: bool) -> None:
         begun = self.path / _ABOUT
         if overwrite:
-            self.file.unlink(missing_ok=True)
+            for name in (SFT, SFT_NO_MEMORY, SUMMARY, SUMMARY_TABLE, TRAJECTORIES):
+                (self.path / name).unlink(missing_ok=True)
         elif begun.exists():
             try:
                 before = json.loads(begun.read_text(encoding="utf-8"))
@@ -72,8 +78,11 @@ class RunFolder:
 
     def append(self, record: Record) -> None:
         """Add an episode. Once this returns, it survives whatever happens to the process."""
-        self._out.writelines(json_lines([record]))
-        self._out.flush()
+        try:
+            self._out.writelines(json_lines([record]))
+            self._out.flush()
+        except OSError as error:  # of a full disk, which does not know the file's name
+            raise OSError(error.errno, error.strerror, str(self.file)) from error
         self.records.append(record)
 
     def write(self, name: str, pieces: Iterable[str]) -> None:
@@ -84,7 +93,8 @@ class RunFolder:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._out.close()
+        with contextlib.suppress(OSError):  # `append` has flushed all but what it failed to write, and said so
+            self._out.close()
         self._lock.release()
 
 
@@ -102,7 +112,7 @@ def write_whole(file: Path, pieces: Iterable[str]) -> None:
 def json_lines(rows: Iterable[Any]) -> Iterator[str]:
     """Each row as a line of JSON that any encoding can write: lone surrogates become question marks."""
     for row in rows:
-        yield json.dumps(row, ensure_ascii=False).encode("utf-8", "replace").decode("utf-8") + "\n"
+        yield clean_text(json.dumps(row, ensure_ascii=False)) + "\n"
 
 
 def read_trajectories(path: str | Path, repair: bool = False) -> Iterator[Record]:

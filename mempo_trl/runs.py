@@ -1,17 +1,20 @@
 """Running an agent over many questions."""
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
 
 from .data.columns import check_answers
-from .engines import Engine, Episode
+from .engines import EndpointError, Engine, Episode
+from .evaluation.summary import check_record
 from .protocol import build_prompt
-from .run_folder import Record, RunFolder, short
+from .run_folder import Record, RunFolder, json_lines, short
 
 
 Question = dict[str, Any]
@@ -34,28 +37,31 @@ def check_questions(rows: Iterable[dict[str, Any]]) -> list[Question]:
     questions: list[Question] = []
     seen: set[str] = set()
     for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise ValueError(f"Row {number} is no dictionary: {short(row)}")
         prompt = row.get("prompt")
         question = row.get("question")
-        if question is None and isinstance(prompt, list) and prompt:
-            question = prompt[-1].get("content")
+        if isinstance(prompt, list):
+            if not prompt or not all(isinstance(message, Mapping) and "role" in message for message in prompt):
+                raise ValueError(f"Row {number} has no conversation in `prompt`: {short(prompt)}")
+            question = prompt[-1].get("content") if question is None else question
         if not isinstance(question, str) or not question.strip():
             raise ValueError(f"Row {number} has no text in `question`: {short(row)}")
         answers = row.get("answers")
         if answers is not None:
             check_answers(answers, f"row {number}")
             answers = answers if isinstance(answers[0], list) else [answers]
-        name = str(row.get("id", number))
+        name = str(number if row.get("id") is None else row["id"])
         if name in seen:
             raise ValueError(f"Two rows have the id {name!r}: give each its own.")
         seen.add(name)
-        questions.append(
-            {
-                "id": name,
-                "question": question,
-                "prompt": prompt if isinstance(prompt, list) else None,
-                "answers": answers,
-            }
-        )
+        prompt = prompt if isinstance(prompt, list) else None
+        try:
+            # As it will be read from the run's folder.
+            [line] = json_lines([{"id": name, "question": question, "prompt": prompt, "answers": answers}])
+        except TypeError as error:
+            raise ValueError(f"Row {number} holds what JSON cannot ({error}): {short(row)}") from error
+        questions.append(json.loads(line))
     if not questions:
         raise ValueError("There are no questions.")
     return questions
@@ -85,8 +91,14 @@ def run_questions(
 
     Raises:
         ValueError: if the folder has another question or other answers under an id.
+        EndpointError: if an endpoint refuses every request.
     """
     check_samples(samples)
+    if samples > 1 and engine.sampling.temperature == 0:
+        warnings.warn(
+            "All samples of a question will be the same: give `sampling=Sampling(temperature=1.0)`, or the like.",
+            stacklevel=2,
+        )
     records = {(record["id"], record["sample"]): record for record in (folder.records if folder else [])}
     for question in questions:
         for sample in range(samples):
@@ -106,15 +118,48 @@ def run_questions(
     bar = tqdm(
         total=len(keys), initial=len(keys) - len(waiting), desc=description, unit="episode", disable=not progress
     )
-    with bar:
-        for position, episode in engine.rollout(prompts, seeds):
+    with bar, contextlib.closing(engine.rollout(prompts, seeds)) as rollout:
+        for position, episode in _but_refusals_of_everything(rollout, any(map(_came_to_something, records.values()))):
             question, sample = waiting[position]
             record = to_record(question, sample, episode)
+            if question["answers"] is not None:
+                check_record(record)
             if folder is not None:
                 folder.append(record)
             records[question["id"], sample] = record
             bar.update()
     return [records[question["id"], sample] for question, sample in keys]
+
+
+def _came_to_something(record: Record) -> bool:
+    """Whether an endpoint answered at all."""
+    return bool(record["steps"]) or record.get("error") is None
+
+
+def _but_refusals_of_everything(episodes: Iterator[tuple[int, Episode]], works: bool) -> Iterator[tuple[int, Episode]]:
+    """The same episodes; those that an endpoint refused only once it is seen that it does not refuse everything.
+
+    A server that was started with a wrong option would else leave a folder full of wrong answers.
+
+    Args:
+        episodes: `(position, episode)`, as they end.
+        works: whether the run has other episodes already.
+
+    Raises:
+        EndpointError: with what the endpoint says, if it refused all of them and the run has no other.
+    """
+    refused: list[tuple[int, Episode]] = []
+    for position, episode in episodes:
+        if episode.error is not None and not episode.steps:
+            refused.append((position, episode))
+            continue
+        works = True
+        yield from refused
+        refused.clear()
+        yield position, episode
+    if refused and not works:
+        raise EndpointError(f"The endpoint refuses every request: {refused[-1][1].error}")
+    yield from refused
 
 
 def check_samples(samples: Any) -> None:
@@ -129,12 +174,13 @@ def to_record(question: Question, sample: int, episode: Episode) -> Record:
     return {**about, "prediction": episode.answer, **episode.to_dict()}
 
 
-def describe(engine: Engine, model: Any, notes: dict[str, Any] | None = None) -> dict[str, Any]:
+def describe(engine: Engine, model: Any, purpose: str, notes: dict[str, Any] | None = None) -> dict[str, Any]:
     """What a run depends on: the model and its files, the settings, the tools, how tokens are drawn.
 
     Args:
         engine: runs the agent.
         model: what the user named; if it is a folder, its files count.
+        purpose: "evaluation" or "collection".
         notes: what else must not change, for instance where the tools search.
     """
     import dataclasses
@@ -151,6 +197,7 @@ def describe(engine: Engine, model: Any, notes: dict[str, Any] | None = None) ->
         ]
     return {
         "format": 1,
+        "purpose": purpose,
         "model": engine.identity,
         "model_files": files,
         "engine": type(engine).__name__,

@@ -5,15 +5,18 @@ import inspect
 import logging
 import signal
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from .protocol import ToolCall
+from .protocol import ToolCall, clean_text
 
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class TimeLimitError(TimeoutError):
@@ -149,13 +152,13 @@ class ToolRunner:
         calls: dict[int, tuple[Any, ToolCall]] = {}
         for index, (tools, request) in enumerate(requests):
             if isinstance(request, str):
-                results[index] = ToolResult("unknown", _clean(f"Error: {request}"), failed=True, malformed=True)
+                results[index] = ToolResult("unknown", clean_text(f"Error: {request}"), failed=True, malformed=True)
                 continue
             tool: Any = tools.get(request["name"])
             if tool is None:
                 known = ", ".join(tools) or "none"
                 text = f"Error: there is no tool named {request['name']!r}. Available tools: {known}."
-                results[index] = ToolResult("unknown", _clean(text), failed=True)
+                results[index] = ToolResult("unknown", clean_text(text), failed=True)
                 continue
             calls[index] = (tool, request)
             if (reason := _mismatch(tool, request["arguments"])) is not None:
@@ -276,7 +279,7 @@ class ToolRunner:
 
         try:
             if self.event_loop is None:
-                return asyncio.run(all_of_them())
+                return _run_in_own_loop(all_of_them)
             future = asyncio.run_coroutine_threadsafe(all_of_them(), self.event_loop)
             # A coroutine that blocks its loop cannot be timed out from inside.
             return future.result(None if self.timeout is None else 2 * self.timeout)
@@ -286,6 +289,16 @@ class ToolRunner:
             return [error] * len(coroutines)
         except BaseException as error:  # a tool that cancels every task of the loop
             return [error] * len(coroutines)
+
+
+def _run_in_own_loop(coroutine: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a coroutine function, also where a loop runs already: in a notebook, in an asynchronous server."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine())
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: asyncio.run(coroutine())).result()
 
 
 def _mismatch(tool: Callable, arguments: dict[str, Any]) -> TypeError | None:
@@ -299,16 +312,11 @@ def _mismatch(tool: Callable, arguments: dict[str, Any]) -> TypeError | None:
     return None
 
 
-def _clean(text: str) -> str:
-    """Text that can be encoded: lone surrogates, which JSON can spell, become question marks."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
 def _result(name: str, answer: Any) -> ToolResult:
     if isinstance(answer, BaseException):
         return _failure(name, answer)
     try:
-        return ToolResult(name, _clean(str(answer)))
+        return ToolResult(name, clean_text(str(answer)))
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -324,9 +332,9 @@ def _failure(name: str, error: BaseException) -> ToolResult:
         return ToolResult(name, f"Error: {name} is not available at the moment.", True, unavailable=message)
     if isinstance(error, TimeoutError):
         message = message or "no result in time"
-        text = _clean(f"Error: the tool {name} timed out ({message}).")
+        text = clean_text(f"Error: the tool {name} timed out ({message}).")
         return ToolResult(name, text, True, unavailable=message)
     if isinstance(error, ConnectionError):
-        text = _clean(f"Error: {type(error).__name__}: {message}")
+        text = clean_text(f"Error: {type(error).__name__}: {message}")
         return ToolResult(name, text, True, unavailable=message)
-    return ToolResult(name, _clean(f"Error: {type(error).__name__}: {message}"), True)
+    return ToolResult(name, clean_text(f"Error: {type(error).__name__}: {message}"), True)

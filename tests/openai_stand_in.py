@@ -10,8 +10,8 @@ import torch
 
 
 class OpenAIStandIn:
-    """Answers requests with `reply(path, body)`: the answer's JSON, `(status, JSON)`, `(status, JSON, headers)`, or
-    `None` to hang up.
+    """Answers requests with `reply(path, body)`: the answer's JSON or its bytes, `(status, JSON)`, `(status, JSON,
+    headers)`, or `None` to hang up.
 
     Use it as a context manager.
 
@@ -43,7 +43,7 @@ class OpenAIStandIn:
                 self._send(*(answer if isinstance(answer, tuple) else (200, answer)))
 
             def _send(self, status, content, headers=None):
-                text = json.dumps(content).encode()
+                text = content if isinstance(content, bytes) else json.dumps(content).encode()
                 self.send_response(status)
                 fields = {"Content-Type": "application/json", "Content-Length": str(len(text)), **(headers or {})}
                 for name, value in fields.items():

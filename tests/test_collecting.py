@@ -245,7 +245,7 @@ BUSY = {
 @pytest.mark.parametrize("failure", BUSY)
 def test_an_endpoint_that_fails_now_and_then_is_asked_again(tmp_path, monkeypatch, failure):
     monkeypatch.setattr("mempo_trl.engines.endpoint._RETRIES", 2)
-    monkeypatch.setattr("openai._base_client.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("mempo_trl.engines.endpoint.time.sleep", lambda seconds: None)
     play, asked = Play(TURNS), []
 
     def reply(path, body):

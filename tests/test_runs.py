@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mempo_trl.engines import AgentSettings, Episode, Sampling, Step
+from mempo_trl.engines import AgentSettings, EndpointError, Episode, Sampling, Step
 from mempo_trl.run_folder import RunFolder, read_trajectories
 from mempo_trl.runs import check_questions, run_questions
 
@@ -36,7 +36,8 @@ class Answers:
 def test_records_are_in_the_order_of_the_questions(tmp_path):
     engine = Answers()
     with RunFolder(tmp_path / "run", {"model": "m"}) as folder:
-        records = run_questions(engine, QUESTIONS, folder, samples=2, progress=False)
+        with pytest.warns(UserWarning, match="All samples of a question will be the same"):
+            records = run_questions(engine, QUESTIONS, folder, samples=2, progress=False)
     assert [(record["id"], record["sample"]) for record in records] == [(f"id{n}", s) for n in range(5) for s in (0, 1)]
     assert records[3] == {
         "id": "id1",
@@ -53,6 +54,7 @@ def test_records_are_in_the_order_of_the_questions(tmp_path):
             }
         ],
         "stop_reason": "answer",
+        "error": None,
         "tool_calls": 0,
         "tool_failures": 0,
         "unavailable_calls": 0,
@@ -71,6 +73,7 @@ def test_a_run_goes_on_where_it_was(tmp_path):
     whole = file.read_bytes()
     file.write_bytes(whole + whole[: len(whole) // 3])  # killed in the middle of a line
     engine = Answers()
+    engine.sampling = Sampling(temperature=1.0)
     with RunFolder(tmp_path / "run", about) as folder:
         records = run_questions(engine, QUESTIONS[:3], folder, samples=2, progress=False)
     assert len(engine.asked) == 4
@@ -80,7 +83,8 @@ def test_a_run_goes_on_where_it_was(tmp_path):
 
     # What a question draws does not depend on what was run before it.
     alone = Answers()
-    run_questions(alone, QUESTIONS[:3], samples=2, progress=False)
+    with pytest.warns(UserWarning):
+        run_questions(alone, QUESTIONS[:3], samples=2, progress=False)
     assert set(engine.asked) < set(alone.asked)
 
     again = Answers()
@@ -183,6 +187,11 @@ def test_killed_runs_end_with_every_episode_once(tmp_path, kills):
         ([{"question": " "}], "Row 0 has no text in `question`"),
         ([{"question": "q", "answers": []}], "The column `answers` is empty in row 0"),
         ([{"question": "q", "id": 1}, {"question": "r", "id": "1"}], "Two rows have the id '1'"),
+        (["q"], "Row 0 is no dictionary"),
+        ([{"prompt": []}], "Row 0 has no conversation in `prompt`"),
+        ([{"prompt": ["q"]}], "Row 0 has no conversation in `prompt`"),
+        ([{"prompt": [{"content": "q"}]}], "Row 0 has no conversation in `prompt`"),
+        ([{"prompt": [{"role": "user", "content": "q", "picture": b"1"}]}], "Row 0 holds what JSON cannot"),
     ],
 )
 def test_rows_that_are_no_questions(rows, message):
@@ -196,6 +205,87 @@ def test_rows_of_both_shapes():
         {"id": "0", "question": "q", "prompt": conversation, "answers": [["a", "b"]]},
         {"id": "1", "question": "r", "prompt": None, "answers": None},
     ]
+
+
+def test_ids_that_are_missing_and_text_that_cannot_be_encoded(tmp_path):
+    rows = [{"question": "a\ud800", "id": None, "answers": ["\udfff"]}, {"question": "b", "id": None, "answers": ["b"]}]
+    questions = check_questions(rows)
+    assert [(row["id"], row["question"], row["answers"]) for row in questions] == [
+        ("0", "a?", [["?"]]),
+        ("1", "b", [["b"]]),
+    ]
+    for _ in range(2):
+        with RunFolder(tmp_path, {}) as folder:
+            assert len(run_questions(Answers(), check_questions(rows), folder, progress=False)) == 2
+
+
+class Refuses(Answers):
+    """Like an endpoint that refuses all questions but these."""
+
+    def __init__(self, *answered):
+        super().__init__()
+        self.answered = answered
+
+    def rollout(self, prompts, seeds):
+        for position, episode in super().rollout(prompts, seeds):
+            refused = prompts[position][-1]["content"] not in self.answered
+            yield position, Episode([], "refused", error="no such option") if refused else episode
+
+
+def test_refusals_of_everything_are_no_results(tmp_path):
+    with RunFolder(tmp_path, {}) as folder:
+        with pytest.raises(EndpointError, match="refuses every request: no such option"):
+            run_questions(Refuses(), QUESTIONS, folder, progress=False)
+    assert not list(read_trajectories(tmp_path))
+    with RunFolder(tmp_path, {}) as folder:
+        records = run_questions(Refuses("q1"), QUESTIONS[:3], folder, progress=False)
+    assert [record["error"] for record in records] == ["no such option", None, "no such option"]
+    assert len(list(read_trajectories(tmp_path))) == 3
+    # A run that has results is not lost for one question that is always refused.
+    with RunFolder(tmp_path, {}) as folder:
+        assert run_questions(Refuses(), QUESTIONS[:4], folder, progress=False)[3]["stop_reason"] == "refused"
+
+
+def test_an_episode_that_could_not_be_read_again_is_not_written(tmp_path):
+    class Odd(Answers):
+        def rollout(self, prompts, seeds):
+            yield 0, Episode([Step("t", 1.5, 2)], "answer")
+
+    with RunFolder(tmp_path, {}) as folder:
+        with pytest.raises(ValueError, match="prompt_tokens"):
+            run_questions(Odd(), QUESTIONS[:1], folder, progress=False)
+    assert not list(read_trajectories(tmp_path))
+
+
+def test_what_was_made_of_a_run_goes_with_it(tmp_path):
+    made = ["sft.jsonl", "sft_no_memory.jsonl", "summary.json", "summary.md"]
+    for name in [*made, "notes.txt"]:
+        (tmp_path / name).write_text("old")
+    with RunFolder(tmp_path, {}, overwrite=True):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".") == [
+        "notes.txt",
+        "run.json",
+        "trajectories.jsonl",
+    ]
+
+
+def test_a_disk_without_room_is_named(tmp_path):
+    code = """
+        import resource, signal, sys
+        from mempo_trl.run_folder import RunFolder
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        with RunFolder(sys.argv[1], {}) as folder:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+            for number in range(100):
+                folder.append({"id": str(number), "sample": 0, "steps": [], "text": "x" * 100})
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert f"{str(tmp_path / 'trajectories.jsonl')!r}" in done.stderr.splitlines()[-1]
+    with RunFolder(tmp_path, {}) as folder:
+        assert [record["id"] for record in folder.records] == [str(n) for n in range(len(folder.records))]
+        assert len(folder.records) > 20
 
 
 @pytest.mark.parametrize("samples", [0, 1.5, True])

@@ -407,3 +407,13 @@ def test_a_batch_whose_service_is_down_is_asked_once():
     assert asked == [3]
     assert [r.unavailable for r in results] == ["down"] * 3
     assert runner.unavailable == {"look": (1, "down")}
+
+
+def test_an_asynchronous_tool_where_a_loop_runs_already():
+    """In a notebook, or in an asynchronous server."""
+
+    async def ask():
+        return ToolRunner().run([({"slowly": slowly}, {"name": "slowly", "arguments": {"text": "a"}})])
+
+    [result] = asyncio.run(ask())
+    assert (result.failed, result.text) == (False, asyncio.run(slowly("a")))

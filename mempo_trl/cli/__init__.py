@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -55,6 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.run(args)
     except _UsageError as error:
         print(error, file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # whoever reads the output has had enough
+        # What is left of it is flushed when the interpreter ends, and must not fail there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         message = str(error)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--trust-remote-code", action="store_true", help="run the model's own code")
     group.add_argument("--batch-size", type=int, metavar="N", help="questions together, in this process")
     group.add_argument("--concurrency", type=int, default=16, metavar="N", help="questions together, at an endpoint")
+    group.add_argument(
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="of an attempt at an endpoint; there are nine"
+    )
     group.add_argument(
         "--tool-role", choices=["user", "tool"], default="user", help="the role of search results at an endpoint"
     )
@@ -84,7 +88,7 @@ def agent_options(args: argparse.Namespace) -> dict[str, Any]:
     from mempo_trl.engines import Sampling
 
     names = ["backend", "endpoint", "tokenizer", "revision", "dtype", "device", "trust_remote_code", "batch_size"]
-    names += ["concurrency", "tool_role", "request", "vllm_options"]
+    names += ["concurrency", "timeout", "tool_role", "request", "vllm_options"]
     options = {name: getattr(args, name) for name in names}
     for name in ("max_turns", "max_turn_length", "max_observation_length"):
         if getattr(args, name) is not None:
@@ -128,9 +132,12 @@ def open_questions(args: argparse.Namespace, source: str) -> list[dict[str, Any]
 
 def text_or_file(text: str) -> str:
     """The text, or what the file of that name holds."""
-    if "\n" not in text and len(text) < 255 and Path(text).is_file():
+    if not os.path.isfile(text):  # a `Path` would raise for what is too long for a name
+        return text
+    try:
         return Path(text).read_text(encoding="utf-8").rstrip("\n")
-    return text
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{text} is not text in UTF-8 ({error}).") from error
 
 
 def context_turns(text: str) -> int | str:

@@ -19,14 +19,17 @@ def run(args: argparse.Namespace) -> None:
     from mempo_trl.agent import MemoryAgent
 
     agent = MemoryAgent(args.model, open_tools(args), **agent_options(args))
-    turn = None
-    for number, turn in enumerate(agent.stream(args.question), start=1):
-        if args.quiet:
-            continue
-        print(f"--- Turn {number}: {turn.prompt_tokens} tokens read, {turn.completion_tokens} written")
-        print(turn.text, flush=True)
-        for message in turn.observation:
-            print(f"[{message['name']}] {message['content']}", flush=True)
-    if turn is None or turn.answer is None:
-        raise ValueError("the agent gave no answer.")
-    print(turn.answer if args.quiet else f"--- Answer: {turn.answer}")
+    told, episode = 0, None
+    for episode in agent.episodes(args.question):
+        for turn in episode.steps[told:]:
+            told += 1
+            if args.quiet:
+                continue
+            print(f"--- Turn {told}: {turn.prompt_tokens} tokens read, {turn.completion_tokens} written")
+            print(turn.text, flush=True)
+            for message in turn.observation:
+                print(f"[{message['name']}] {message['content']}", flush=True)
+    if episode is None or episode.answer is None:
+        why = "no turn" if episode is None else episode.error or episode.stop_reason
+        raise ValueError(f"the agent gave no answer ({why}).")
+    print(episode.answer if args.quiet else f"--- Answer: {episode.answer}")

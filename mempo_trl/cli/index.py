@@ -1,6 +1,7 @@
 """`mempo index`: build a search index of a corpus, or add documents to one."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ def _add_bm25_arguments(group: argparse._ArgumentGroup) -> None:
 def _bm25_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options of `BM25Index.build` that were given."""
     options: dict[str, Any] = {"stem": args.stem, "stop_words": args.stop_words, "ngram": args.ngram}
-    if args.stop_words is not None and Path(args.stop_words).is_file():
+    if args.stop_words is not None and os.path.isfile(args.stop_words):
         try:
             options["stop_words"] = Path(args.stop_words).read_text(encoding="utf-8").split()
         except UnicodeDecodeError as error:

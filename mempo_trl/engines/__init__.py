@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..agent_settings import AgentSettings
-from ..tools import check_tools
-from .base import Engine, Sampling
-from .endpoint import ChatEngine, CompletionSampler, Endpoint, EndpointError, ToolRole
+from ..tools import check_tools, tool_name
+from .base import EndpointError, Engine, Sampling
+from .endpoint import ChatEngine, CompletionSampler, Endpoint, ToolRole
 from .episode import Episode, Step
 from .tokens import TokenEngine, TransformersSampler, VLLMSampler
 
@@ -33,6 +33,7 @@ def open_engine(
     sampling: Sampling | None = None,
     batch_size: int | None = None,
     concurrency: int = 16,
+    timeout: float = 600.0,
     tool_role: ToolRole = "user",
     request: Mapping[str, Any] | None = None,
     tool_timeout: float | None = 60.0,
@@ -58,7 +59,8 @@ def open_engine(
         sampling: how tokens are drawn; greedily if not given.
         batch_size: questions that run together in this process: 16 with transformers, 256 with vLLM if not given.
         concurrency: questions that run together behind an endpoint.
-        tool_role, request: see `ChatEngine`.
+        timeout: seconds that an attempt at an endpoint may take; there are nine attempts.
+        tool_role, request: see `ChatEngine`. They are for conversations.
         tool_timeout: seconds that a call of a tool may take in this process.
         max_unavailable_turns: turns in a row in which a tool could not be reached, after which a run stops.
         vllm_options: further arguments of `vllm.LLM`.
@@ -74,7 +76,8 @@ def open_engine(
         if settings or endpoint or tokenizer is not None:
             raise ValueError("An engine has its settings already: give them where it is made.")
         return model
-    tools, sampling = check_tools(tools), sampling or Sampling()
+    tools, sampling = check_tools(tools), Sampling() if sampling is None else sampling
+    _check(tools, sampling, request, vllm_options, max_unavailable_turns)
     if endpoint is None and isinstance(model, str) and model.startswith(("http://", "https://")):
         model, endpoint = None, model
     if backend is None:
@@ -88,9 +91,14 @@ def open_engine(
     for name in (named if endpoint is None else None, tokenizer):
         if isinstance(name, str) and _is_path(name) and not Path(name).is_dir():
             raise FileNotFoundError(f"There is no folder {name}: name a checkpoint's folder, or a model on the Hub.")
+    if backend == "transformers" and named is not None and Path(named).is_dir():
+        if not any((Path(named) / file).is_file() for file in ("config.json", "adapter_config.json")):
+            raise FileNotFoundError(
+                f"{named} holds no model: name a folder with a `config.json`, as is saved with one."
+            )
     if endpoint is not None:
         chosen = _settings(tokenizer if isinstance(tokenizer, str) else None, revision, settings, tools)
-        connection = Endpoint(endpoint, model)
+        connection = Endpoint(endpoint, model, timeout=timeout)
         if tokenizer is None:
             return ChatEngine(
                 connection, tools, chosen, sampling, concurrency, tool_role, request, max_unavailable_turns
@@ -120,6 +128,34 @@ def open_engine(
     return TokenEngine(tokenizer, sampler, tools, chosen, sampling, batch_size, tool_timeout, max_unavailable_turns)
 
 
+def _check(
+    tools: list[Callable],
+    sampling: Any,
+    request: Any,
+    vllm_options: Any,
+    max_unavailable_turns: Any,
+) -> None:
+    """Raise for arguments that would else be found wrong in the middle of a run."""
+    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"`sampling={sampling!r}` is not allowed: it must be a `mempo_trl.engines.Sampling`.")
+    for name, value in (("request", request), ("vllm_options", vllm_options)):
+        if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
+            raise TypeError(f"`{name}={value!r}` is not allowed: it must be a dictionary.")
+    limit = max_unavailable_turns
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+        raise ValueError(
+            f"`max_unavailable_turns={limit!r}` is not allowed: it must be a whole number, at least 1, or None."
+        )
+    for tool in tools:
+        try:
+            get_json_schema(tool)
+        except (DocstringParsingException, TypeHintParsingException) as error:
+            raise ValueError(f"The tool {tool_name(tool)!r} cannot be described to the model: {error}") from error
+
+
 def _is_path(name: str) -> bool:
     """Whether this can be a folder only: names on the Hub have at most one slash."""
     return name.startswith(("/", ".", "~")) or name.count("/") > 1
@@ -128,7 +164,9 @@ def _is_path(name: str) -> bool:
 def _settings(model: str | None, revision: str | None, changes: dict[str, Any], tools: list[Callable]) -> AgentSettings:
     own = None if model is None else AgentSettings.load(model, revision)
     known = AgentSettings.__dataclass_fields__
-    for name in changes:
+    for name, value in changes.items():
+        if name in Sampling.__dataclass_fields__:
+            raise TypeError(f"How tokens are drawn is given as `sampling=Sampling({name}={value!r})`.")
         if name not in known:
             raise TypeError(f"There is no argument {name!r}. Settings of an agent are: {', '.join(known)}.")
     if own is not None and own.tools:

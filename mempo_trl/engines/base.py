@@ -1,15 +1,36 @@
 """What every engine offers, and what it is told."""
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+import logging
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from ..agent_settings import AgentSettings
-from .episode import Episode, Message
+from .episode import Episode, EpisodeStop, Message
 
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Episodes = Generator[tuple[int, Episode], None, None]  # with their positions; closing it stops what runs
+
+
+class EndpointError(ConnectionError):
+    """An endpoint does not answer, or refuses everything."""
+
+
+class RefusedError(ValueError):
+    """An endpoint refuses this request, which ends the episode; the message is the endpoint's own."""
+
+    stop_reason: EpisodeStop = "refused"
+
+
+class ContextTooLongError(RefusedError):
+    """A request has more tokens than the model takes."""
+
+    stop_reason = "max_context_length"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +82,7 @@ class Engine(Protocol):
         """Run one question; gives the growing episode after each turn, its observation included, and at its end."""
         ...
 
-    def rollout(self, prompts: Sequence[list[Message]], seeds: Sequence[int]) -> Iterator[tuple[int, Episode]]:
+    def rollout(self, prompts: Sequence[list[Message]], seeds: Sequence[int]) -> Episodes:
         """Run many questions.
 
         Args:
@@ -74,32 +95,65 @@ class Engine(Protocol):
         ...
 
 
-def in_threads(jobs: Sequence[Callable[[], T]], threads: int) -> Iterator[tuple[int, T]]:
-    """Run jobs in threads; gives `(position, result)` as they end, and begins no other once the caller has had enough.
+def last_turn(turns: Callable[[], Iterator[Episode]], stop: threading.Event) -> Episode | None:
+    """The whole episode of `turns`; `None` if it is to stop and another turn would come."""
+    found = None
+    for found in turns():
+        if stop.is_set() and (not found.steps or found.steps[-1].observation):
+            return None
+    return found
 
-    After the first exception no other begins. Those that run come to their end, so that what they have cost is not
-    lost; then it is raised.
+
+def in_threads(
+    jobs: Sequence[Callable[[threading.Event], T | None]], threads: int
+) -> Generator[tuple[int, T], None, None]:
+    """Run jobs in threads; gives `(position, result)` as they end.
+
+    After the first exception no other job begins. Those that run come to their end, so that what they have cost is not
+    lost; then it is raised. After `KeyboardInterrupt`, or once the caller has had enough, jobs are told to stop where
+    they can; a second `KeyboardInterrupt` is raised at once.
+
+    Args:
+        jobs: what to run. Each is given an event, and returns `None` if it stopped because that was set.
+        threads: how many run at the same time.
     """
-    failure: Exception | None = None
-    with ThreadPoolExecutor(threads) as pool:
-        running: dict[Future[T], int] = {}
-        waiting = iter(enumerate(jobs))
+    stop = threading.Event()
+    # Not a `ThreadPoolExecutor`: the interpreter would wait for its threads whatever they wait for.
+    ended: queue.SimpleQueue[tuple[int, T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def work(position: int, job: Callable[[threading.Event], T | None]) -> None:
         try:
-            while True:
-                while failure is None and len(running) < threads and (job := next(waiting, None)) is not None:
-                    running[pool.submit(job[1])] = job[0]
-                if not running:
-                    break
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    position = running.pop(future)
-                    try:
-                        result = future.result()
-                    except Exception as error:
-                        failure = failure or error
-                        continue
-                    yield position, result
-        finally:
-            for future in running:
-                future.cancel()
+            ended.put((position, job(stop), None))
+        except BaseException as error:
+            ended.put((position, None, error))
+
+    failure: BaseException | None = None
+    waiting, running = iter(enumerate(jobs)), 0
+    try:
+        while True:
+            while failure is None and running < threads and (job := next(waiting, None)) is not None:
+                threading.Thread(target=work, args=job, daemon=True).start()
+                running += 1
+            if not running:
+                break
+            try:
+                position, result, error = ended.get()
+            except KeyboardInterrupt as interrupt:
+                if stop.is_set():
+                    raise
+                stop.set()
+                failure = interrupt
+                logger.warning(
+                    "Interrupted: no further turn begins; waiting for the %d under way. Interrupt again to drop them.",
+                    running,
+                )
+                continue
+            running -= 1
+            if error is not None:
+                failure = failure or error
+            elif result is not None:
+                yield position, result
+    finally:
+        stop.set()
     if failure is not None:
         raise failure

@@ -6,7 +6,10 @@ ids to a server that takes and returns them (vLLM does): then a turn sees exactl
 
 import functools
 import json
+import logging
 import os
+import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit, urlunsplit
@@ -15,10 +18,13 @@ from transformers.utils import get_json_schema
 
 from ..agent_settings import AgentSettings
 from ..chat_templates import TRUNCATION_MARK, describe_tools, equal_share
+from ..protocol import clean_text
 from ..tools import ToolRunner, tool_name
-from .base import Sampling, in_threads
+from .base import ContextTooLongError, EndpointError, Episodes, RefusedError, Sampling, in_threads, last_turn
 from .episode import Episode, Message, Step
 
+
+logger = logging.getLogger(__name__)
 
 ToolRole = Literal["user", "tool"]
 
@@ -28,18 +34,16 @@ _MOST_REFUSALS = 20  # in a row
 # vLLM takes what a request does not say from the checkpoint's generation configuration; training takes none of it.
 _NOTHING_ELSE = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _RETRIES = 8  # with growing pauses of up to 8 seconds: a server that is being restarted is waited for
+_LONGEST_PAUSE, _LONGEST_WISH = 8.0, 60.0  # seconds: our own pauses, and those that a server may ask for
+_LONGEST_MESSAGE = 400  # characters: some servers answer with a page
 
 
-class EndpointError(ConnectionError):
-    """An endpoint does not answer, or refuses everything."""
+class _PassingError(Exception):
+    """An attempt failed in a way that another one may not. `wait` is how long the server wants to be left alone."""
 
-
-class RefusedError(ValueError):
-    """An endpoint that answers others refuses this request."""
-
-
-class ContextTooLongError(RefusedError):
-    """A request has more tokens than the model takes."""
+    def __init__(self, message: str, wait: float | None = None):
+        super().__init__(message)
+        self.wait = wait
 
 
 class Endpoint:
@@ -65,7 +69,7 @@ class Endpoint:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"`endpoint={url!r}` is not allowed: it must be like http://localhost:8000/v1.")
-        if not isinstance(timeout, int | float) or timeout <= 0:
+        if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
             raise ValueError(f"`timeout={timeout!r}` is not allowed: it must be a number of seconds, more than 0.")
         host = parts.netloc.rpartition("@")[2]  # a password is nobody's business
         self.name = urlunsplit((parts.scheme, host, parts.path, "", ""))
@@ -74,9 +78,10 @@ class Endpoint:
             base_url=url,
             api_key=api_key or os.environ.get("OPENAI_API_KEY") or "none",
             timeout=timeout,
-            max_retries=_RETRIES,
+            max_retries=0,  # see `_ask`
         )
         self._refusals = 0
+        self._counted = True
         self._models: dict[str, dict[str, Any]] | None = None
         if model is None:
             found = list(self.models())
@@ -86,47 +91,116 @@ class Endpoint:
         self.model = model
 
     def models(self) -> dict[str, dict[str, Any]]:
-        """What the endpoint says of its models, by name."""
+        """What the endpoint says of its models, by name.
+
+        Raises:
+            EndpointError: if it does not answer, or not with a list of models.
+        """
         if self._models is None:
-            page = self._ask(self._client.models.list)
-            self._models = {model.id: model.model_dump() for model in page.data}
+            page = self._ask(self._client.models.list, lambda page: isinstance(getattr(page, "data", None), list))
+            named = [model for model in page.data if isinstance(getattr(model, "id", None), str)]
+            self._models = {model.id: model.model_dump() for model in named}
         return self._models
 
     def chat(self, **request: Any) -> Any:
-        """The answer to a conversation, as `openai` returns it. Raises as `complete`."""
-        return self._ask(lambda: self._client.chat.completions.create(model=self.model, **request))
-
-    def complete(self, **request: Any) -> Any:
-        """The completion of a prompt, as `openai` returns it.
+        """The answer to a conversation, as `openai` returns it: with one choice at least, which has a message.
 
         Raises:
             RefusedError: if this request is refused; `ContextTooLongError` if it is too long.
             EndpointError: if there is no answer after several attempts, or 20 requests in a row are refused.
             ValueError: if there is no such model or key.
         """
-        return self._ask(lambda: self._client.completions.create(model=self.model, **request))
+        return self._ask(
+            lambda: self._client.chat.completions.create(model=self.model, **request),
+            lambda answer: getattr(_first_choice(answer), "message", None) is not None,
+        )
 
-    def _ask(self, request: Callable[[], Any]) -> Any:
+    def complete(self, **request: Any) -> Any:
+        """The completion of a prompt, as `openai` returns it: with one choice at least. Raises as `chat`."""
+        return self._ask(
+            lambda: self._client.completions.create(model=self.model, **request),
+            lambda answer: _first_choice(answer) is not None,
+        )
+
+    def count(self, usage: Any, name: str) -> int:
+        """The tokens that an answer says were used; 0 if it does not say, which is told once."""
+        value = getattr(usage, name, None)
+        if isinstance(value, int | float) and 0 <= value < float("inf"):
+            return int(value)
+        if self._counted:
+            self._counted = False
+            logger.warning("%s does not say how many tokens it used (%s): they are counted as 0.", self.name, name)
+        return 0
+
+    def _ask(self, request: Callable[[], Any], is_whole: Callable[[Any], bool]) -> Any:
+        """What a request is answered with, in the end."""
+        for attempt in range(_RETRIES + 1):
+            try:
+                answer = self._attempt(request, is_whole)
+            except _PassingError as error:
+                if attempt == _RETRIES:
+                    raise EndpointError(f"{self.name} {error}; start this again once it does.") from error
+                pause = min(0.5 * 2**attempt, _LONGEST_PAUSE) * random.uniform(0.75, 1.0)
+                pause = pause if error.wait is None else error.wait
+                logger.warning("%s %s. Asking again in %.1f seconds.", self.name, error, pause)
+                time.sleep(pause)
+            except RefusedError as error:
+                self._refusals += not isinstance(error, ContextTooLongError)
+                if self._refusals >= _MOST_REFUSALS:
+                    raise EndpointError(f"{self.name} refuses every request: {error}") from error
+                logger.warning("%s refuses a request: %s", self.name, error)
+                raise
+            else:
+                self._refusals = 0
+                return answer
+        raise AssertionError("the last attempt returns or raises")
+
+    def _attempt(self, request: Callable[[], Any], is_whole: Callable[[Any], bool]) -> Any:
         openai = self._openai
         try:
             answer = request()
-        except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
-            if "context" in str(error).lower() and ("length" in str(error).lower() or "window" in str(error).lower()):
-                raise ContextTooLongError(str(error)) from error
-            self._refusals += 1
-            if self._refusals >= _MOST_REFUSALS:
-                raise EndpointError(f"{self.name} refuses every request: {error}") from error
-            raise RefusedError(str(error)) from error
-        except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-            raise ValueError(
-                f"{self.name} refuses the key ({error}): set the environment variable OPENAI_API_KEY."
-            ) from error
-        except openai.NotFoundError as error:
-            raise ValueError(f"{self.name} has no such model or address ({error}): does it end in /v1?") from error
+        except openai.APIStatusError as error:
+            raise self._failure(error.status_code, _shortened(error), error.response.headers) from error
         except openai.APIError as error:
-            raise EndpointError(f"{self.name} does not answer ({error}); start this again once it does.") from error
-        self._refusals = 0
+            raise _PassingError(f"does not answer ({_shortened(error)})") from error
+        except (ValueError, RecursionError) as error:  # what `json` says of half an answer
+            raise _PassingError(f"does not answer in JSON ({_shortened(error)})") from error
+        told = getattr(answer, "error", None)
+        if told:  # some proxies answer 200 whatever happens
+            code = told.get("code") if isinstance(told, dict) else None
+            raise self._failure(code if isinstance(code, int) else 500, _shortened(json.dumps(told, default=str)), {})
+        if not is_whole(answer):
+            content = answer.model_dump() if hasattr(answer, "model_dump") else answer
+            raise _PassingError(f"does not answer as the protocol says ({_shortened(content)})")
         return answer
+
+    def _failure(self, status: int, message: str, headers: Mapping[str, str]) -> Exception:
+        """What an HTTP status means."""
+        if status in (401, 403):
+            return ValueError(f"{self.name} refuses the key ({message}): set the environment variable OPENAI_API_KEY.")
+        if status == 404:
+            return ValueError(f"{self.name} has no such model or address ({message}): does it end in /v1?")
+        if status in (408, 409, 429) or not 400 <= status < 500:
+            try:
+                wait = float(headers.get("retry-after", ""))
+            except ValueError:
+                wait = -1.0
+            return _PassingError(f"does not answer ({message})", wait if 0 <= wait <= _LONGEST_WISH else None)
+        about = message.lower()
+        if status == 413 or ("context" in about and ("length" in about or "window" in about)):
+            return ContextTooLongError(message)
+        return RefusedError(message)
+
+
+def _first_choice(answer: Any) -> Any:
+    """The first choice of an answer, `None` if it has none."""
+    choices = getattr(answer, "choices", None)
+    return choices[0] if isinstance(choices, list) and choices else None
+
+
+def _shortened(message: Any) -> str:
+    text = " ".join(str(message).split())
+    return text if len(text) <= _LONGEST_MESSAGE else text[: _LONGEST_MESSAGE - 1] + "…"
 
 
 class ChatEngine:
@@ -181,18 +255,15 @@ class ChatEngine:
         """See `Engine.turns`."""
         return self._turns(prompt, self.sampling.seed)
 
-    def rollout(self, prompts: Sequence[list[Message]], seeds: Sequence[int]) -> Iterator[tuple[int, Episode]]:
+    def rollout(self, prompts: Sequence[list[Message]], seeds: Sequence[int]) -> Episodes:
         """See `Engine.rollout`."""
         return in_threads(
-            [functools.partial(self._run, prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)],
+            [
+                functools.partial(last_turn, functools.partial(self._turns, prompt, seed))
+                for prompt, seed in zip(prompts, seeds, strict=True)
+            ],
             self.threads,
         )
-
-    def _run(self, prompt: list[Message], seed: int) -> Episode:
-        episode = Episode()
-        for episode in self._turns(prompt, seed):  # noqa: B007
-            pass
-        return episode
 
     def _turns(self, prompt: list[Message], seed: int) -> Iterator[Episode]:
         settings, episode = self.settings, Episode()
@@ -203,15 +274,12 @@ class ChatEngine:
             seen = rounds if settings.context_turns is None else rounds[-settings.context_turns :]
             try:
                 text, ended, usage = self._ask(prompt + [message for part in seen for message in part], seed + number)
-            except ContextTooLongError:
-                episode.stop_reason = "max_context_length"
+            except RefusedError as error:
+                episode.stop_reason, episode.error = error.stop_reason, str(error)
                 yield episode
                 return
-            except RefusedError:
-                episode.stop_reason = "refused"
-                yield episode
-                return
-            step = Step(text, usage.prompt_tokens if usage else 0, usage.completion_tokens if usage else 0)
+            count = self.endpoint.count
+            step = Step(text, count(usage, "prompt_tokens"), count(usage, "completion_tokens"))
             episode.steps.append(step)
             turn = step.parsed
             if turn.answer is not None:
@@ -249,14 +317,9 @@ class ChatEngine:
             body["tool_choice"] = "none"  # the calls are read here, from the text
         body = {name: value for name, value in {**body, **self.request}.items() if value is not None}
         answer = self.endpoint.chat(messages=messages, extra_body=body)
-        if not getattr(answer, "choices", None):
-            raise EndpointError(f"{self.endpoint.name} gave an answer without choices: {answer!r}")
         choice = answer.choices[0]
-        text = choice.message.content or ""
-        for call in choice.message.tool_calls or []:  # from a server that takes them out of the text
-            arguments = call.function.arguments or "{}"
-            text += f'<tool_call>{{"name": {json.dumps(call.function.name)}, "arguments": {arguments}}}</tool_call>'
-        return text, choice.finish_reason != "length", answer.usage
+        text = _text(choice.message)
+        return text, choice.finish_reason != "length", getattr(answer, "usage", None)
 
     def _shown(self, observation: list[Message]) -> list[Message]:
         """The messages that the model gets to read."""
@@ -269,6 +332,22 @@ class ChatEngine:
         if self.tool_role == "user":
             return [{"role": "user", "content": "\n\n".join(texts)}]
         return [{**message, "content": text} for message, text in zip(observation, texts, strict=True)]
+
+
+def _text(message: Any) -> str:
+    """What a message says, calls that the server took out of the text included."""
+    content = getattr(message, "content", None)
+    if isinstance(content, list):  # parts: [{"type": "text", "text": "…"}, …]
+        content = "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
+    text = content if isinstance(content, str) else ""
+    for call in getattr(message, "tool_calls", None) or []:
+        called = getattr(call, "function", None) or getattr(call, "custom", None)
+        name = getattr(called, "name", None)
+        arguments = getattr(called, "arguments", None) or getattr(called, "input", None) or {}
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, default=str)
+        text += f'<tool_call>{{"name": {json.dumps(name)}, "arguments": {arguments}}}</tool_call>'
+    return clean_text(text)
 
 
 class CompletionSampler:

@@ -63,11 +63,13 @@ class Episode:
     Attributes:
         steps: the turns in order.
         stop_reason: why it ended, see `mempo_trl.rollout.StopReason`; "refused" if the endpoint wanted no such request.
+        error: what an endpoint said that refused a request; `None` if it did not.
         tool_calls, tool_failures, unavailable_calls, malformed_calls: see `mempo_trl.rollout.Trajectory`.
     """
 
     steps: list[Step] = field(default_factory=list)
     stop_reason: EpisodeStop = "no_action"
+    error: str | None = field(default=None, kw_only=True)
     tool_calls: int = 0
     tool_failures: int = 0
     unavailable_calls: int = 0

@@ -15,7 +15,7 @@ from ..chat_templates import ObservationRenderer, prompt_ids
 from ..rollout import AgentLoop, Trajectory
 from ..tools import ToolRunner, tool_name
 from ..turn_reader import TurnReader, add_response_format
-from .base import Sampling, in_threads
+from .base import Episodes, RefusedError, Sampling, in_threads, last_turn
 from .episode import Episode, Message, Step
 
 
@@ -112,14 +112,16 @@ class TokenEngine:
 
     def turns(self, prompt: list[Message]) -> Iterator[Episode]:
         """See `Engine.turns`."""
-        for trajectories in self._seeded_loop([self.sampling.seed]).turns([self._opening(prompt)], [self._tools]):
-            yield episode(trajectories[0])
+        return self._turns(prompt, self.sampling.seed)
 
-    def rollout(self, prompts: Sequence[list[Message]], seeds: Sequence[int]) -> Iterator[tuple[int, Episode]]:
+    def rollout(self, prompts: Sequence[list[Message]], seeds: Sequence[int]) -> Episodes:
         """See `Engine.rollout`."""
         if self.sampler.threads:
             yield from in_threads(
-                [functools.partial(self._run, prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)],
+                [
+                    functools.partial(last_turn, functools.partial(self._turns, prompt, seed))
+                    for prompt, seed in zip(prompts, seeds, strict=True)
+                ],
                 self.sampler.threads,
             )
             return
@@ -129,8 +131,16 @@ class TokenEngine:
             for position, trajectory in enumerate(loop.run(batch, [self._tools] * len(batch)), start):
                 yield position, episode(trajectory)
 
-    def _run(self, prompt: list[Message], seed: int) -> Episode:
-        return episode(self._seeded_loop([seed]).run([self._opening(prompt)], [self._tools])[0])
+    def _turns(self, prompt: list[Message], seed: int) -> Iterator[Episode]:
+        """The growing episode of one question."""
+        opening, so_far = self._opening(prompt), Episode()
+        try:
+            for trajectories in self._seeded_loop([seed]).turns([opening], [self._tools]):
+                so_far = episode(trajectories[0])
+                yield so_far
+        except RefusedError as error:
+            so_far.stop_reason, so_far.error = error.stop_reason, str(error)
+            yield so_far
 
     def _seeded_loop(self, seeds: Sequence[int]) -> AgentLoop:
         """A loop in which each rollout draws with its own seed, whatever it is batched with."""

@@ -8,7 +8,7 @@ from transformers import Trainer, TrainerCallback
 
 from ..engines.tokens import episode
 from ..protocol import build_prompt
-from ..run_folder import TRAJECTORIES, Record, json_lines, write_whole
+from ..run_folder import SUMMARY, SUMMARY_TABLE, TRAJECTORIES, Record, json_lines, write_whole
 from ..runs import to_record
 from .evaluator import load_questions
 from .scorers import get_scorer
@@ -103,8 +103,8 @@ class EvaluationCallback(TrainerCallback):
             folder = self.output_dir / f"step-{step}"
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(folder / TRAJECTORIES, json_lines(records))
-            write_whole(folder / "summary.json", json_lines([summary]))
-            write_whole(folder / "summary.md", [to_markdown(summary)])
+            write_whole(folder / SUMMARY, json_lines([summary]))
+            write_whole(folder / SUMMARY_TABLE, [to_markdown(summary)])
 
     def _run(self, process: int, processes: int) -> list[Record]:
         """The records of all questions, on every process."""

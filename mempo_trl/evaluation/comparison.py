@@ -94,7 +94,7 @@ def compare(
         `exact_match_a`, `exact_match_b`, and `predictions_a`, `predictions_b` (one per sample).
 
     Raises:
-        ValueError: If the runs share no question, have different answers for one, or as
+        ValueError: If the runs share no question, have different texts or answers for one, or as
             `mempo_trl.evaluation.summary.summarize`.
     """
     check_bootstrap(confidence, resamples)
@@ -111,8 +111,11 @@ def compare(
     for identifier in shared:
         samples_a, samples_b = runs_a[identifier], runs_b[identifier]
         answers = samples_a[0]["answers"]
-        if answers != samples_b[0]["answers"]:
-            raise ValueError(f"The runs have different answers for question {identifier!r}: they cannot be compared.")
+        for name, said in (("question", "texts"), ("answers", "answers")):
+            if samples_a[0][name] != samples_b[0][name]:
+                raise ValueError(
+                    f"The runs have different {said} for question {identifier!r}: they cannot be compared."
+                )
         values_a.append(_question_means(samples_a, scorer))
         values_b.append(_question_means(samples_b, scorer))
         exact_a, exact_b = (values[-1][COMPARED.index("exact_match")] for values in (values_a, values_b))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engines import open_engine
-from ..run_folder import Record, RunFolder
+from ..run_folder import SUMMARY, SUMMARY_TABLE, Record, RunFolder
 from ..runs import check_questions, check_samples, describe, run_questions
 from .scorers import get_scorer
 from .summary import check_bootstrap, summarize, to_markdown
@@ -81,11 +81,11 @@ def evaluate(
     if output_dir is None:
         records = run_questions(engine, rows, None, samples, "Evaluating", progress)
         return Evaluation(summarize(records, **summarize_with), records)
-    with RunFolder(output_dir, describe(engine, model, notes), overwrite) as folder:
+    with RunFolder(output_dir, describe(engine, model, "evaluation", notes), overwrite) as folder:
         records = run_questions(engine, rows, folder, samples, "Evaluating", progress)
         evaluation = Evaluation(summarize(records, **summarize_with), records)
-        folder.write("summary.json", [json.dumps(evaluation.summary, indent=2, ensure_ascii=False) + "\n"])
-        folder.write("summary.md", [evaluation.to_markdown()])
+        folder.write(SUMMARY, [json.dumps(evaluation.summary, indent=2, ensure_ascii=False) + "\n"])
+        folder.write(SUMMARY_TABLE, [evaluation.to_markdown()])
     return evaluation
 
 

@@ -262,10 +262,10 @@ def check_bootstrap(confidence: float, resamples: int) -> None:
     Raises:
         ValueError: If one is out of its range.
     """
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence must lie between 0 and 1, both excluded, got {confidence}.")
-    if resamples < 1:
-        raise ValueError(f"resamples must be at least 1, got {resamples}.")
+    if not isinstance(confidence, int | float) or not 0 < confidence < 1:
+        raise ValueError(f"`confidence={confidence!r}` is not allowed: it must be between 0 and 1, both excluded.")
+    if not isinstance(resamples, int) or isinstance(resamples, bool) or resamples < 1:
+        raise ValueError(f"`resamples={resamples!r}` is not allowed: it must be a whole number, at least 1.")
 
 
 def bootstrap_means(values: np.ndarray, resamples: int, seed: int) -> np.ndarray:

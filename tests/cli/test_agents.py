@@ -232,7 +232,7 @@ def test_ask(index, capsys):
         assert main(["ask", server.url, "Who wrote Dune?", "--search", index, "--quiet"]) == 0
         assert capsys.readouterr().out == "Frank Herbert\n"
         assert refused(capsys, "ask", server.url, "Who wrote nothing?", "--quiet") == (
-            "mempo ask: the agent gave no answer."
+            "mempo ask: the agent gave no answer (no_action)."
         )
         assert main(["ask", server.url, "Who wrote nothing?"]) == 1
         assert "I do not know." in capsys.readouterr().out
@@ -280,7 +280,7 @@ def test_turns_are_shown_as_they_come(index):
         (["--max-questions", "0"], "`max_questions=0` is not allowed"),
         (["--temperature", "-1"], "`temperature=-1.0` is not allowed"),
         (["--scorer", "rouge"], "scorer must be one of"),
-        (["--confidence", "95"], "confidence must lie between 0 and 1"),
+        (["--confidence", "95"], "`confidence=95.0` is not allowed"),
         (["--max-turns", "0"], "`max_turns=0` is not allowed"),
         (["--concurrency", "0"], "`concurrency=0` is not allowed"),
         (["--search", "/nowhere/index"], "/nowhere/index"),
@@ -302,6 +302,19 @@ def test_a_wrong_option_is_named(tmp_path, questions, index, capsys, options, se
     assert sentence in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+def test_a_prompt_is_a_text_or_a_file(tmp_path, questions, capsys):
+    long = "Sei höflich. " * 40
+    (tmp_path / "prompt.txt").write_text("From a file.\n")
+    (tmp_path / "latin.txt").write_bytes("höflich".encode("latin-1"))
+    with OpenAIStandIn(Play(TURNS)) as server:
+        for prompt, read in ((long, long), (tmp_path / "prompt.txt", "From a file.")):
+            assert main(["ask", server.url, "Who wrote nothing?", "--system-prompt", str(prompt)]) == 1
+            assert server.requests[-1][1]["messages"][0]["content"].startswith(read)
+        capsys.readouterr()
+        sentence = refused(capsys, "ask", server.url, "Who?", "--system-prompt", tmp_path / "latin.txt")
+    assert "latin.txt is not text in UTF-8" in sentence
 
 
 def test_what_is_not_there(tmp_path, questions, index, closed, capsys, monkeypatch):
@@ -340,6 +353,7 @@ def test_a_folder_of_another_run(tmp_path, questions, index, capsys):
             assert f"was begun with another {name}" in sentence and "overwrite" in sentence
         write(Path(questions), {**ANSWERS, "Who wrote Dune?": ["Brian Herbert"]})
         assert "The question 'Dune?' is another one" in refused(capsys, *command)
+        assert "was begun with another purpose" in refused(capsys, "collect", *command[1:])
         assert (tmp_path / "run" / "trajectories.jsonl").read_bytes() == before
         assert main([*command, "--overwrite", "--max-turns", "3"]) == 0
     (tmp_path / "mine").mkdir()

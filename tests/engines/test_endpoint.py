@@ -1,4 +1,6 @@
 import logging
+import os
+import signal
 import threading
 
 import pytest
@@ -102,6 +104,9 @@ def test_long_observations_are_cut():
         (chat_answer(TURNS[0]), "max_turns", 2),
         (error(400, "This model's maximum context length is 10 tokens."), "max_context_length", 0),
         (error(400, "The content management policy was triggered."), "refused", 0),
+        (error(413, "Too large."), "max_context_length", 0),
+        (error(422, "Wrong."), "refused", 0),
+        (error(405, "Not so."), "refused", 0),
     ],
 )
 def test_why_an_episode_ends(reply, reason, turns):
@@ -118,6 +123,103 @@ def test_calls_that_the_server_took_out_of_the_text():
         answer = MemoryAgent(server.url, [search], max_turns=2).run("Who?")
     assert answer.turns[0].tool_calls == [{"name": "search", "arguments": {"query": "Dune"}}]
     assert answer.turns[0].observation[0]["content"] == search("Dune")
+
+
+def changed(**message):
+    reply = chat_answer("")
+    reply["choices"][0]["message"].update(message)
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"content": [{"type": "text", "text": "<answer>a"}, {"text": "</answer>"}]}, "<answer>a</answer>"),
+        ({"content": [{"type": "text", "text": None}, "a"]}, ""),
+        ({"content": "half a character: \ud83d"}, "half a character: ?"),
+        (
+            {"tool_calls": [{"type": "function", "function": {"name": "search", "arguments": {"query": "Dune"}}}]},
+            '<tool_call>{"name": "search", "arguments": {"query": "Dune"}}</tool_call>',
+        ),
+        (
+            {"tool_calls": [{"type": "custom", "custom": {"name": "search", "input": '{"query": "Dune"}'}}]},
+            '<tool_call>{"name": "search", "arguments": {"query": "Dune"}}</tool_call>',
+        ),
+        ({"tool_calls": [{"type": "function"}]}, '<tool_call>{"name": null, "arguments": {}}</tool_call>'),
+    ],
+)  # fmt: skip
+def test_messages_of_other_shapes(message, text):
+    with OpenAIStandIn(lambda path, body: changed(**message)) as server:
+        assert MemoryAgent(server.url, [search], max_turns=1).run("Who?").turns[0].text == text
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [None, {}, {"prompt_tokens": None, "completion_tokens": "3"}, {"prompt_tokens": 5.0, "completion_tokens": -1}],
+)
+def test_tokens_that_are_not_counted_well(usage, caplog):
+    with OpenAIStandIn(lambda path, body: {**chat_answer("<answer>a</answer>"), "usage": usage}) as server:
+        agent = MemoryAgent(server.url, [search])
+        for _ in range(2):
+            assert agent.run("Who?").tokens == (5 if usage and usage.get("prompt_tokens") else 0)
+    assert caplog.text.count("does not say how many tokens it used") == 1
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "a string",
+        [1],
+        {**chat_answer(""), "choices": []},
+        {**chat_answer(""), "choices": None},
+        changed() | {"choices": [{"index": 0, "message": None, "finish_reason": "stop"}]},
+        {"error": {"message": "upstream is away", "code": 502}},
+        {"error": "upstream is away"},
+        b'{"id": "1", "choices": [{"mess',
+        b"[" * 100_000,
+    ],
+)
+def test_answers_that_are_none(reply, monkeypatch, caplog):
+    monkeypatch.setattr("mempo_trl.engines.endpoint._RETRIES", 2)
+    monkeypatch.setattr("mempo_trl.engines.endpoint.time.sleep", lambda seconds: None)
+    replies = iter([reply, reply, chat_answer("<answer>a</answer>"), reply, reply, reply])
+    with OpenAIStandIn(lambda path, body: next(replies)) as server:
+        agent = MemoryAgent(server.url, [search])
+        assert agent.run("Who?").text == "a"
+        assert caplog.text.count("Asking again in") == 2
+        with pytest.raises(EndpointError, match=r"does not answer") as raised:
+            agent.run("Who?")
+    assert len(str(raised.value)) < 600
+
+
+@pytest.mark.parametrize(("code", "reason"), [(400, "refused"), (403, None), (413, "max_context_length")])
+def test_errors_in_an_answer_that_says_it_is_none(code, reason):
+    with OpenAIStandIn(lambda path, body: {"error": {"message": "no", "code": code}}) as server:
+        agent = MemoryAgent(server.url, [search])
+        if reason is None:
+            with pytest.raises(ValueError, match="OPENAI_API_KEY"):
+                agent.run("Who?")
+        else:
+            assert agent.run("Who?").stop_reason == reason
+
+
+def test_a_list_of_models_that_is_none():
+    with OpenAIStandIn(script, models=[None]) as server:
+        with pytest.raises(ValueError, match="has the models none: name one"):
+            MemoryAgent(server.url, [search])
+
+
+def test_a_refusal_says_why(caplog):
+    with OpenAIStandIn(lambda path, body: error(400, "unknown field top_k")) as server:
+        answer = MemoryAgent(server.url, [search]).run("Who?")
+    assert (answer.text, answer.stop_reason) == (None, "refused")
+    assert "unknown field top_k" in answer.error and "unknown field top_k" in caplog.text
+
+
+def test_a_question_that_cannot_be_encoded():
+    with OpenAIStandIn(lambda path, body: chat_answer("<answer>a</answer>")) as server:
+        assert MemoryAgent(server.url, [search]).run("Who\ud800?").text == "a"
+    assert server.requests[0][1]["messages"][-1]["content"] == "Who??"
 
 
 def test_what_a_request_holds_can_be_changed():
@@ -156,6 +258,52 @@ def test_a_caller_that_has_enough_ends_it():
         next(rollout)
         rollout.close()
         assert len(server.requests) <= 5
+
+
+@pytest.fixture
+def interruptible():
+    """Python's own answer to Ctrl-C, which processes that a shell has put into the background do not have."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_after_an_interruption_no_turn_begins_and_what_ends_is_kept():
+    asked, let_go = [], threading.Event()
+
+    def reply(path, body):
+        asked.append(body["messages"][1]["content"])
+        if len(asked) == 2:  # both questions are under way
+            threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+            threading.Timer(0.6, let_go.set).start()
+        let_go.wait(20)
+        return chat_answer("<answer>a</answer>" if asked.index(body["messages"][1]["content"]) else TURNS[0])
+
+    with OpenAIStandIn(reply) as server:
+        engine, found = open_engine(server.url, [search], concurrency=2), []
+        with pytest.raises(KeyboardInterrupt):
+            found.extend(engine.rollout([build_prompt(str(number)) for number in range(9)], range(9)))
+    # Of the two, one has answered, the other wants another turn.
+    assert len(asked) == 2
+    assert [episode.answer for _, episode in found] == ["a"]
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_second_interruption_waits_for_nothing():
+    let_go = threading.Event()
+
+    def reply(path, body):
+        for seconds in (0.2, 0.6):
+            threading.Timer(seconds, os.kill, [os.getpid(), signal.SIGINT]).start()
+        let_go.wait(60)
+        return chat_answer("<answer>a</answer>")
+
+    with OpenAIStandIn(reply) as server:
+        with pytest.raises(KeyboardInterrupt):
+            list(open_engine(server.url, [search]).rollout([build_prompt("q")], [0]))
+        assert not let_go.is_set()
+        let_go.set()
 
 
 def test_an_endpoint_that_fails_is_named(caplog):
@@ -207,11 +355,51 @@ def test_a_wrong_url(url):
         open_engine("m", endpoint=url)
 
 
-@pytest.mark.parametrize(("option", "value"), [("concurrency", 0), ("tool_role", "system")])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("concurrency", 0), ("tool_role", "system"), ("timeout", 0), ("timeout", True), ("max_unavailable_turns", 0)],
+)
 def test_wrong_arguments(option, value):
     with OpenAIStandIn(script) as server:
         with pytest.raises(ValueError, match=f"`{option}={value!r}` is not allowed"):
             open_engine(server.url, **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 1.0}, r"`sampling=Sampling\(temperature=1.0\)`"),
+        ({"top_p": 0.5}, r"`sampling=Sampling\(top_p=0.5\)`"),
+        ({"seed": 1}, r"`sampling=Sampling\(seed=1\)`"),
+        ({"sampling": {"temperature": 1.0}}, "must be a `mempo_trl.engines.Sampling`"),
+        ({"request": ["top_k"]}, "`request=.* must be a dictionary"),
+        ({"turns": 1}, "There is no argument 'turns'"),
+    ],
+)
+def test_arguments_of_another_kind(options, message):
+    with pytest.raises(TypeError, match=message):
+        open_engine("model", endpoint="http://localhost:1/v1", **options)
+
+
+def test_a_tool_without_a_description():
+    def bare(query):
+        return query
+
+    with pytest.raises(ValueError, match="The tool 'bare' cannot be described to the model"):
+        open_engine("model", [bare], endpoint="http://localhost:1/v1")
+
+
+def test_a_folder_without_a_model(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no model"):
+        open_engine(str(tmp_path))
+
+
+def test_an_attempt_takes_no_longer_than_it_may():
+    let_go = threading.Event()
+    with OpenAIStandIn(lambda path, body: let_go.wait(60) and None) as server:
+        with pytest.raises(EndpointError, match="timed out"):
+            MemoryAgent("model", [search], endpoint=server.url, timeout=0.2).run("Who?")
+        let_go.set()
 
 
 def test_a_tool_that_stays_away_ends_the_run():
@@ -237,6 +425,29 @@ def test_a_server_without_token_ids_is_told_of():
         engine = open_engine("model", [search], endpoint=server.url, tokenizer=qwen_tokenizer())
         with pytest.raises(ValueError, match="does not return token ids"):
             list(engine.turns(build_prompt("q")))
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (error(400, "The content management policy was triggered."), "refused"),
+        (error(400, "This model's maximum context length is 10 tokens."), "max_context_length"),
+    ],
+)
+def test_a_server_of_token_ids_that_refuses(reply, reason):
+    from support import qwen_tokenizer
+
+    tokenizer = qwen_tokenizer()
+    turn = [*tokenizer.encode(TURNS[0]), tokenizer.eos_token_id]
+    whole = {**chat_answer(""), "choices": [{"index": 0, "text": "", "finish_reason": "stop", "token_ids": turn}]}
+    replies = iter([whole, reply, reply])
+    with OpenAIStandIn(lambda path, body: next(replies)) as server:
+        engine = open_engine("model", [search], endpoint=server.url, tokenizer=tokenizer, concurrency=1)
+        found = dict(engine.rollout([build_prompt("q"), build_prompt("r")], [0, 1]))
+    assert [found[0].stop_reason, found[1].stop_reason] == [reason, reason]
+    assert [len(found[0].steps), len(found[1].steps)] == [1, 0]
+    assert found[0].steps[0].observation[0]["content"] == search("Dune")
+    assert reply[1]["error"]["message"] in found[0].error
 
 
 def test_all_engines_give_the_same_episodes():

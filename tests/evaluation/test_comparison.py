@@ -233,8 +233,8 @@ class TestCompare:
             ([], [record("y")], {}, "runs share no question"),
             ([record("x")], [record("x", answers=[["Rome"]])], {}, "different answers for question 'x'"),
             ([record("x"), record("x")], [record("x")], {}, "two records for sample 0 of question 'x'"),
-            ([record("x")], [record("x")], {"confidence": 0}, "confidence must lie between 0 and 1"),
-            ([record("x")], [record("x")], {"resamples": -1}, "resamples must be at least 1"),
+            ([record("x")], [record("x")], {"confidence": 0}, "`confidence=0` is not allowed"),
+            ([record("x")], [record("x")], {"resamples": -1}, "`resamples=-1` is not allowed"),
             ([record("x")], [record("x")], {"scorer": "bleu"}, "scorer must be one of"),
         ],
     )

@@ -283,9 +283,9 @@ class TestSummarize:
             ([], {}, "no records to summarise"),
             ([record("q"), record("q")], {}, "two records for sample 0 of question 'q'"),
             ([record("q"), record("q", "x;y", TWO, 1)], {}, "records of question 'q' have different answers"),
-            ([record("q")], {"confidence": 1.0}, "confidence must lie between 0 and 1"),
-            ([record("q")], {"confidence": 95}, "confidence must lie between 0 and 1"),
-            ([record("q")], {"resamples": 0}, "resamples must be at least 1"),
+            ([record("q")], {"confidence": 1.0}, "`confidence=1.0` is not allowed"),
+            ([record("q")], {"confidence": 95}, "`confidence=95` is not allowed"),
+            ([record("q")], {"resamples": 0}, "`resamples=0` is not allowed"),
             ([record("q")], {"scorer": "bleu"}, "scorer must be one of"),
         ],
     )
